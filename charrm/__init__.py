@@ -1,0 +1,24 @@
+"""charrm: the exact score of a CharacterEval row by BaichuanCharRM, with proof of how it was made.
+
+Importing this package loads no torch and changes no global state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from charrm.protocol import METRICS, PROTOCOL, Row
+
+if TYPE_CHECKING:
+    from charrm.scorer import FailedRow, ScoredRow, Scorer
+
+__version__ = "0.1.0"
+__all__ = ["METRICS", "PROTOCOL", "FailedRow", "Row", "ScoredRow", "Scorer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Scorer", "ScoredRow", "FailedRow"):
+        from charrm import scorer
+
+        return getattr(scorer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,34 @@
+"""Engines: token ids in, one outcome per row out, in input order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from charrm.errors import RowError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the model gave for one row; `hidden` (H,) is kept only when asked for."""
+
+    p: float
+    logit: float
+    hidden: torch.Tensor | None = None
+
+
+class Engine(Protocol):
+    """Computes rows of ids (each with its `</s>`, at most 4,096 long)."""
+
+    name: str
+    rows_per_call: int  # how many rows the engine profits from seeing together
+
+    def score_tokens(
+        self, rows: Sequence[Sequence[int]], *, keep_hidden: bool = False
+    ) -> list[Outcome | RowError]:
+        """Return one outcome per row, in order; a row that failed holds its error."""
+        ...

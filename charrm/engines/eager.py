@@ -1,0 +1,44 @@
+"""The reference engine: the official forward, one row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from charrm.engines import Outcome
+from charrm.errors import EngineFailed, OutOfMemory, RowError
+from charrm.model import CharRM
+
+
+class EagerEngine:
+    """Batch 1, no padding, explicit attention: the numbers of the official script."""
+
+    name = "eager"
+    rows_per_call = 1
+
+    def __init__(self, model: CharRM) -> None:
+        self.model = model.eval()
+
+    def score_tokens(
+        self, rows: Sequence[Sequence[int]], *, keep_hidden: bool = False
+    ) -> list[Outcome | RowError]:
+        """See `Engine`; a row that runs out of memory or fails leaves the others untouched."""
+        return [self._score_row(ids, keep_hidden) for ids in rows]
+
+    def _score_row(self, ids: Sequence[int], keep_hidden: bool) -> Outcome | RowError:
+        device = self.model.model.embed_tokens.weight.device
+        try:
+            # A caller's autocast would change the dtype of every operation.
+            with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+                output = self.model(torch.tensor([list(ids)], dtype=torch.int64, device=device))
+                hidden = output.hidden.cpu() if keep_hidden else None
+                return Outcome(float(output.p), float(output.logit), hidden)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            return OutOfMemory(f"{len(ids)} tokens did not fit on {device}: {error}")
+        except RuntimeError as error:
+            if "can't allocate memory" in str(error):
+                return OutOfMemory(f"{len(ids)} tokens did not fit on {device}: {error}")
+            return EngineFailed(f"the forward of {len(ids)} tokens failed: {error}")

@@ -1,0 +1,154 @@
+"""What made a score: digests of every file, of the code and of the environment, as one value.
+
+Digests of the audited release are facts about it and are embedded here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+AUDITED_HUB = "morecry/BaichuanCharRM"
+AUDITED_REVISION = "e953da5f57b86db7adca3a2714b4c3720f5b96a2"
+AUDITED_SHA256 = {
+    "config.json": "25ae0bd0e2ca917a4caf71f70b576f687361ee5866baf156f88a58c9eca0a489",
+    "tokenizer_config.json": "3d136a6d68712e21f7801991aa6166c30d6752b1778e1aa722c77896d668a5fb",
+    "special_tokens_map.json": "2f5a911659701df96e4ca09b52061ae75ed404b12360301edb09f14dbea7cb26",
+    "tokenizer.model": "79452955be6b419a65984273a9f08af86042e1c2a75ee3ba989cbf620a133cc2",
+    "pytorch_model.bin.index.json": (
+        "df7e49338fb4014b8bc7f2c99184e0bd0c84dbc6c0b2291b8979c912a4ce466e"
+    ),
+}
+_FRESH_SECONDS = 2.0  # a file this young may still change within one tick of its timestamp
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that decides a score. `digest` is over all other fields.
+
+    `content` identifies the model apart from its file layout: weights by tensor name, dtype,
+    shape and bytes, plus the small files.
+    """
+
+    protocol: str
+    is_protocol: bool  # False when the dtype is not the protocol's
+    engine: str
+    dtype: str
+    device: str
+    source: str
+    files: dict[str, str]  # name -> sha256 of every file loaded
+    weights_sha256: str  # content, the same for every layout
+    stored_dtype: str
+    audit: dict[str, str]  # audited small file -> matches | differs | absent
+    versions: dict[str, str]
+    environment: dict[str, Any]  # CPU capability, threads, flags, numeric fingerprint
+    code_sha256: str
+    content: str = field(init=False)
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        small = {n: d for n, d in self.files.items() if n in _CONTENT_FILES}
+        object.__setattr__(self, "content", digest_json([self.weights_sha256, small]))
+        fields = {k: v for k, v in self.__dict__.items() if k not in ("digest", "source")}
+        object.__setattr__(self, "digest", digest_json(fields))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the identity as JSON-ready values."""
+        return asdict(self)
+
+
+# An index or shard name says how the weights are stored, not what they are.
+_CONTENT_FILES = frozenset(AUDITED_SHA256) - {"pytorch_model.bin.index.json"}
+
+
+def digest_json(value: object) -> str:
+    """Return the sha256 of a value's canonical JSON."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def audit(files: dict[str, str]) -> dict[str, str]:
+    """Compare the small files with the audited release."""
+    return {
+        name: "absent" if name not in files else "matches" if files[name] == sha else "differs"
+        for name, sha in AUDITED_SHA256.items()
+    }
+
+
+@cache
+def code_digest() -> str:
+    """Return the sha256 over the python sources of this package, by relative path."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def digest_files(paths: Iterable[Path]) -> dict[str, str]:
+    """Return name -> sha256 of files; known ones (path, size, both times) come from a cache."""
+    paths = list(paths)
+    known = _read_cache()
+    with ThreadPoolExecutor() as pool:
+        digests = dict(zip(paths, pool.map(lambda p: _digest_file(p, known), paths), strict=True))
+    entries = {_cache_key(path): sha for path, sha in digests.items() if _settled(path)}
+    if not entries.keys() <= known.keys():
+        _write_cache({**known, **entries})
+    return {path.name: sha for path, sha in digests.items()}
+
+
+def _digest_file(path: Path, known: dict[str, str]) -> str:
+    key = _cache_key(path)
+    if key in known:
+        return known[key]
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _cache_key(path: Path) -> str:
+    stat = path.stat()
+    return f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}"
+
+
+def _settled(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime > _FRESH_SECONDS
+
+
+def _cache_path() -> Path:
+    base = os.environ.get("CHARRM_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "charrm" / "sha256.json"
+
+
+def _read_cache() -> dict[str, str]:
+    try:
+        content = json.loads(_cache_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {k: v for k, v in content.items() if isinstance(v, str) and len(v) == 64}
+
+
+def _write_cache(entries: dict[str, str]) -> None:
+    """Replace the cache as a whole; a cache that cannot be written only costs time later."""
+    path = _cache_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(entries, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass
