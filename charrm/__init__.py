@@ -8,17 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from charrm.protocol import METRICS, PROTOCOL, Row
+from charrm.results import FailedRow, ScoredRow
 
 if TYPE_CHECKING:
-    from charrm.scorer import FailedRow, ScoredRow, Scorer
+    from charrm.scorer import Scorer
 
 __version__ = "0.1.0"
 __all__ = ["METRICS", "PROTOCOL", "FailedRow", "Row", "ScoredRow", "Scorer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Scorer", "ScoredRow", "FailedRow"):
-        from charrm import scorer
+    if name == "Scorer":
+        from charrm.scorer import Scorer
 
-        return getattr(scorer, name)
+        return Scorer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,37 +114,29 @@ def load_model(
     with torch.device("meta"):
         model = CharRM(config).to(dtype)
     expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    _check_declared(files, expected)
-    placement = plan_placement(model, device, dtype)
-
-    problems: list[str] = []
-    digests: dict[str, str] = {}
-    dtypes: set[torch.dtype] = set()
-    total = sum(files.stats[shard][0] for shard in files.shards)
-    with _progress() as progress:
-        task = progress.add_task("reading weights", total=total)
-        for shard, names in files.shards.items():
-            for name, tensor in _read_shard(shard):
-                problem = _problem(name, tensor, expected, digests, names)
-                if problem:
-                    problems.append(f"{shard.name}: {problem}")
-                    continue
-                digests[name] = _tensor_digest(name, tensor)
-                dtypes.add(tensor.dtype)
-                if tensor.dtype == dtype or cast:
-                    _assign(model, name, tensor.to(placement.device_of(name), dtype))
-                progress.advance(task, tensor.nbytes)
-    _report(files.folder, problems, expected.keys() - digests.keys())
+    dtypes = _check_headers(files, expected)
+    stored = "+".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
     if dtypes != {dtype} and not cast:
-        stored = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         wanted = str(dtype).removeprefix("torch.")
         raise CheckpointCorrupt(
             f"{files.folder}: weights are stored as {stored}, expected {wanted} only. "
             f"Pass dtype={wanted!r} (--dtype {wanted}) to cast them on purpose."
         )
+    placement = plan_placement(model, device, dtype)
+
+    digests: dict[str, str] = {}
+    total = sum(files.stats[shard][0] for shard in files.shards)
+    with _progress() as progress:
+        task = progress.add_task("reading weights", total=total)
+        for shard in files.shards:
+            for name, tensor in _read_shard(shard):
+                if tuple(tensor.shape) != expected.get(name):
+                    raise IdentityMismatch(f"{shard}: {name} changed after its header was read.")
+                digests[name] = _tensor_digest(name, tensor)
+                _assign(model, name, tensor.to(placement.device_of(name), dtype))
+                progress.advance(task, tensor.nbytes)
     files.check_unchanged()
     content = hashlib.sha256("".join(f"{digests[n]}\n" for n in sorted(digests)).encode())
-    stored = "+".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
     return LoadedModel(
         join_devices(model.eval(), placement), content.hexdigest(), stored, placement
     )
@@ -206,85 +199,99 @@ def _read_shard(path: Path) -> Iterator[tuple[str, Tensor]]:
                     tensor = shard.get_tensor(name).clone()
                 yield name, tensor
         else:
-            content = _load_pickle(path)
+            content = _load_pickle(path, headers_only=False)
             for name in list(content):
-                tensor = content.pop(name)
-                if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                    found = f"{name!r}: {type(tensor).__name__}"
-                    raise CheckpointCorrupt(f"{path}: found {found}, expected only tensors.")
-                shared = tensor.untyped_storage().nbytes() != tensor.nbytes
-                yield name, tensor.clone() if shared or not tensor.is_contiguous() else tensor
+                tensor = content.pop(name).detach()
+                if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
+                    # A shared storage would stay in memory whole; other strides, other kernels.
+                    tensor = tensor.clone(memory_format=torch.contiguous_format)
+                yield name, tensor
     except SafetensorError as error:
         raise CheckpointCorrupt(f"{path}: truncated or not safetensors: {error}") from None
 
 
-def _load_pickle(path: Path) -> dict[str, Any]:
+def _load_pickle(path: Path, *, headers_only: bool) -> dict[str, Tensor]:
+    """Return the named tensors of a pickle; `headers_only` reads no values where it can."""
+    meta = headers_only and zipfile.is_zipfile(path)  # torch's older format has to be read whole
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch comments on old storage types
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(
+                path, map_location="meta" if meta else "cpu", weights_only=True, mmap=meta
+            )
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n")[0]
         raise CheckpointCorrupt(
             f"{path}: refused, since it holds more than tensors or is damaged: {reason}"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).split("\n")[0]
+    except Exception as error:  # a damaged pickle can make the reader fail in any way
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
         raise CheckpointCorrupt(f"{path}: truncated or not a torch file: {reason}") from None
     if not isinstance(content, dict):
         raise CheckpointCorrupt(f"{path}: found {type(content).__name__}, expected named tensors.")
+    for name, tensor in content.items():
+        plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not isinstance(name, str) or not plain:
+            found = f"{name!r}: {type(tensor).__name__}"
+            raise CheckpointCorrupt(f"{path}: found {found}, expected only plain tensors.")
     return content
 
 
-def _check_declared(files: CheckpointFiles, expected: dict[str, tuple[int, ...]]) -> None:
-    """Compare names, and shapes where headers tell them, before any weight is read."""
+def _read_headers(path: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Yield name, shape and dtype of every tensor of a shard, without its values."""
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118
+                    header = shard.get_slice(name)
+                    shape = tuple(header.get_shape())
+                    values = header[:0] if shape else shard.get_tensor(name)
+                    yield name, shape, values.dtype
+        except SafetensorError as error:
+            raise CheckpointCorrupt(f"{path}: truncated or not safetensors: {error}") from None
+    else:
+        for name, tensor in _load_pickle(path, headers_only=True).items():
+            yield name, tuple(tensor.shape), tensor.dtype
+
+
+def _check_headers(
+    files: CheckpointFiles, expected: dict[str, tuple[int, ...]]
+) -> set[torch.dtype]:
+    """Account for every tensor before any weight is read; return the stored dtypes.
+
+    Raises CheckpointIncomplete naming everything that is wrong.
+    """
     problems: list[str] = []
-    declared: set[str] = set()
+    place: dict[str, str] = {}
+    dtypes: set[torch.dtype] = set()
     for shard, names in files.shards.items():
-        if shard.suffix == ".safetensors":
-            try:
-                with safe_open(shard, framework="pt") as opened:
-                    shapes = {n: tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118
-            except SafetensorError as error:
-                raise CheckpointCorrupt(f"{shard}: truncated or not safetensors: {error}") from None
-            problems += [
-                f"{shard.name}: {name} has shape {list(shape)}, expected {list(expected[name])}"
-                for name, shape in sorted(shapes.items())
-                if name in expected and shape != expected[name]
-            ]
-            declared |= shapes.keys()
-        declared |= names or frozenset()
-    if declared:
-        problems += [f"unexpected tensor {name}" for name in sorted(declared - expected.keys())]
-        _report(files.folder, problems, expected.keys() - declared)
-
-
-def _problem(
-    name: str,
-    tensor: Tensor,
-    expected: dict[str, tuple[int, ...]],
-    seen: dict[str, str],
-    names: frozenset[str] | None,
-) -> str | None:
-    if name not in expected:
-        return f"unexpected tensor {name}"
-    if tuple(tensor.shape) != expected[name]:
-        return f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}"
-    if not tensor.is_floating_point():
-        return f"{name} is {tensor.dtype}, expected floating point"
-    if name in seen:
-        return f"{name} appears a second time"
-    if names is not None and name not in names:
-        return f"{name} is not placed in this shard by the index"
-    return None
-
-
-def _report(folder: Path, problems: list[str], missing: Any) -> None:
-    problems = [*problems, *(f"missing tensor {name}" for name in sorted(missing))]
+        for name, shape, dtype in _read_headers(shard):
+            if name in place:
+                problem = f"{name} is already in {place[name]}"
+            elif name not in expected:
+                problem = f"unexpected tensor {name}"
+            elif shape != expected[name]:
+                problem = f"{name} has shape {list(shape)}, expected {list(expected[name])}"
+            elif not dtype.is_floating_point:
+                problem = f"{name} is {dtype}, expected floating point"
+            elif names is not None and name not in names:
+                problem = f"{name} is not placed in this shard by the index"
+            else:
+                problem = ""
+                dtypes.add(dtype)
+            if problem:
+                problems.append(f"{shard.name}: {problem}")
+            place.setdefault(name, shard.name)
+    indexed = frozenset[str]().union(*(names or () for names in files.shards.values()))
+    for name in sorted((indexed | expected.keys()) - place.keys()):
+        problems.append(
+            f"missing tensor {name}" if name in expected else f"unexpected tensor {name} (index)"
+        )
     if problems:
         raise CheckpointIncomplete(
-            f"{folder}: {len(problems)} tensors are wrong:\n  " + "\n  ".join(problems)
+            f"{files.folder}: {len(problems)} tensors are wrong:\n  " + "\n  ".join(problems)
         )
+    return dtypes
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -17,9 +17,11 @@
     │   └── NotEnoughMemory           not_enough_memory
     ├── BadFile                       bad_file
     ├── BadRequest                    bad_request
+    ├── InvalidRequest                invalid_request
     ├── TooLargeRequest               too_large_request
     ├── InvalidSetting                invalid_setting
     ├── MissingDependency             missing_dependency
+    ├── UnexpectedAnswer              unexpected_answer
     └── ServiceError                  the server cannot answer now; the request may be sent again
         ├── Overloaded                overloaded
         ├── Starting                  starting
@@ -42,6 +44,7 @@ __all__ = [
     "CheckpointIncomplete",
     "EngineFailed",
     "IdentityMismatch",
+    "InvalidRequest",
     "InvalidRow",
     "InvalidSetting",
     "MissingDependency",
@@ -56,6 +59,7 @@ __all__ = [
     "TextNotEncodable",
     "TooLargeRequest",
     "TooLongText",
+    "UnexpectedAnswer",
     "UnknownMetric",
     "UnknownRole",
     "Unreachable",
@@ -164,9 +168,15 @@ class BadFile(CharrmError):
 
 
 class BadRequest(CharrmError):
-    """A request, or the body of a request, has the wrong form as a whole."""
+    """The body of a request is not JSON."""
 
     kind = "bad_request"
+
+
+class InvalidRequest(CharrmError):
+    """The body is JSON, but not of the form of its route."""
+
+    kind = "invalid_request"
 
 
 class TooLargeRequest(CharrmError):
@@ -185,6 +195,12 @@ class MissingDependency(CharrmError):
     """A package of an optional extra is not installed, or has another version than required."""
 
     kind = "missing_dependency"
+
+
+class UnexpectedAnswer(CharrmError):
+    """What answered is not a charrm server, or one of another version."""
+
+    kind = "unexpected_answer"
 
 
 class ServiceError(CharrmError):

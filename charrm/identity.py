@@ -97,22 +97,21 @@ def code_digest() -> str:
 
 def digest_files(paths: Iterable[Path]) -> dict[str, str]:
     """Return name -> sha256 of files; known ones (path, size, both times) come from a cache."""
-    paths = list(paths)
+    # Keys come before the bytes: a file that changes meanwhile then has another key.
+    keys = {path: _cache_key(path) for path in paths}
     known = _read_cache()
     with ThreadPoolExecutor() as pool:
-        digests = dict(zip(paths, pool.map(lambda p: _digest_file(p, known), paths), strict=True))
-    entries = {_cache_key(path): sha for path, sha in digests.items() if _settled(path)}
+        found = pool.map(lambda path: known.get(keys[path]) or _sha256(path), keys)
+        digests = dict(zip(keys, found, strict=True))
+    entries = {keys[path]: sha for path, sha in digests.items() if _settled(path)}
     if not entries.keys() <= known.keys():
         _write_cache({**known, **entries})
     return {path.name: sha for path, sha in digests.items()}
 
 
-def _digest_file(path: Path, known: dict[str, str]) -> str:
-    key = _cache_key(path)
-    if key in known:
-        return known[key]
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
@@ -147,8 +146,9 @@ def _write_cache(entries: dict[str, str]) -> None:
     path = _cache_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(entries, file)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            new.write_text(json.dumps(entries), encoding="utf-8")
+            os.replace(new, path)
     except OSError:
         pass

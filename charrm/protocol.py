@@ -62,7 +62,7 @@ def find_metric(name: object) -> Metric:
         return Metric(*_BY_NAME[name])
     known = ", ".join(f"{en} {zh}" for en, zh in METRICS.items())
     raise UnknownMetric(
-        f"metric: found {_quote(name)}, expected one of: {known}. "
+        f"metric: found {quote(name)}, expected one of: {known}. "
         "(Personality back-testing, the benchmark's 13th metric, is not scored by this model.)"
     )
 
@@ -136,8 +136,8 @@ def render_profile(profile: object) -> str:
     """
     if isinstance(profile, str):
         return profile
-    if not isinstance(profile, dict):
-        raise InvalidRow(f"profile: found {_kind(profile)}, expected an object or a string.")
+    if type(profile) is not dict:  # a subclass or another mapping has another repr
+        raise InvalidRow(f"profile: found {_kind(profile)}, expected a dict or a string.")
     try:
         _check_json("profile", profile)
         return str(profile)
@@ -207,22 +207,22 @@ def _from_finished_text(row: Row) -> Prompt:
     )
     dimension_at = text.rfind(dimension)
     answer_at = text.rfind(answer, 0, max(dimension_at, 0))
-    context_at = text.find(context, 0, max(answer_at, 0))
+    context_at = text.find(context, len(first), max(answer_at, 0))
     if not text.startswith(first) or min(dimension_at, answer_at, context_at) < 0:
         raise InvalidRow(
             "input_text: expected '<RoleInfo>\\n\\n', '\\n\\n<Context>\\n\\n', "
             "'\\n\\n<Response>\\n\\n' and '\\n\\n<Dimension>\\n\\n' in this order, "
-            f"found a text that begins {_quote(text[:60])}."
+            f"found a text that begins {quote(text[:60])}."
         )
     name = text[dimension_at + len(dimension) :]
     if name not in METRICS.values():
         raise UnknownMetric(
-            f"input_text: ends with the dimension {_quote(name[:60])}, expected one of "
+            f"input_text: ends with the dimension {quote(name[:60])}, expected one of "
             f"{', '.join(METRICS.values())}, with nothing after it."
         )
     metric = find_metric(name)
     if row.metric is not None and find_metric(row.metric) != metric:
-        raise InvalidRow(f"metric: found {_quote(row.metric)}, but input_text ends with {name}.")
+        raise InvalidRow(f"metric: found {quote(row.metric)}, but input_text ends with {name}.")
     prompt = _join(
         text[len(first) : context_at],
         text[context_at + len(context) : answer_at],
@@ -242,11 +242,11 @@ def _find_profile(row: Row, profiles: Mapping[str, Any] | None) -> object:
     role = _text("role", row.role)
     if profiles is None:
         raise UnknownRole(
-            f"role: found {_quote(role)}, but no profiles file is loaded; send the profile itself."
+            f"role: found {quote(role)}, but no profiles file is loaded; send the profile itself."
         )
     if role not in profiles:
         raise UnknownRole(
-            f"role: found {_quote(role)}, which is not among the {len(profiles)} loaded profiles."
+            f"role: found {quote(role)}, which is not among the {len(profiles)} loaded profiles."
         )
     return profiles[role]
 
@@ -286,11 +286,11 @@ def _check_encodable(prompt: Prompt) -> None:
 
 def _check_json(path: str, value: object) -> None:
     """Refuse what `json.load` cannot have made; its repr is not a protocol text."""
-    if isinstance(value, dict):
+    if type(value) is dict:
         for key, item in value.items():
-            if not isinstance(key, str):
-                raise InvalidRow(f"{path}: found the key {_quote(key)}, expected a string.")
-            _check_json(f"{path}[{_quote(key)}]", item)
+            if type(key) is not str:
+                raise InvalidRow(f"{path}: found the key {quote(key)}, expected a string.")
+            _check_json(f"{path}[{quote(key)}]", item)
     elif type(value) is list:
         for index, item in enumerate(value):
             _check_json(f"{path}[{index}]", item)
@@ -311,11 +311,9 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-def _quote(value: object) -> str:
-    """ASCII form, cut short: safe to print and to send whatever it holds."""
-    text = ascii(value) if not isinstance(value, str) else _printable(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _printable(text: str) -> str:
-    return '"' + text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\n", "\\n") + '"'
+def quote(value: object) -> str:
+    """Return a value for an error message: cut short, and encodable whatever it holds."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\n", "\\n")
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return f'"{text}"' if isinstance(value, str) else text

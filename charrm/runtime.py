@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
+import platform
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+import charrm
 from charrm.errors import InvalidSetting
 
 PROTOCOL_DTYPE = torch.bfloat16
@@ -89,8 +91,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of everything between a row and its score."""
-    names = ("charrm", "torch", "transformers", "sentencepiece", "accelerate", "safetensors")
-    return {name: _version(name) for name in names} | {"torch": torch.__version__}
+    names = ("transformers", "sentencepiece", "accelerate", "safetensors")
+    own = {"charrm": charrm.__version__, "torch": torch.__version__}
+    return own | {name: version(name) for name in names}
 
 
 def numeric_fingerprint(device: torch.device) -> str:
@@ -117,13 +120,6 @@ def _integers(rows: int, columns: int) -> torch.Tensor:
     return (values.to(torch.float32) / 128).to(torch.bfloat16).view(rows, columns)
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -132,6 +128,4 @@ def _cpu_name() -> str:
                     return line.partition(":")[2].strip()
     except OSError:
         pass
-    import platform
-
     return platform.processor() or platform.machine()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from charrm.checkpoint import find_checkpoint, load_model
 from charrm.engines import Engine, Outcome
 from charrm.engines.eager import EagerEngine
-from charrm.errors import RowError, TooLongText
+from charrm.errors import EngineFailed, RowError, TooLongText
 from charrm.identity import Identity, audit, code_digest, digest_files
 from charrm.protocol import (
     EOS_ID,
@@ -23,6 +23,7 @@ from charrm.protocol import (
     score_from_p,
     sections_lost,
 )
+from charrm.results import FailedRow, Result, ScoredRow
 from charrm.runtime import (
     PROTOCOL_DTYPE,
     apply_settings,
@@ -35,48 +36,6 @@ from charrm.runtime import (
 from charrm.tokenizer import BaichuanTokenizer, load_tokenizer
 
 MAX_TEXT_CHARS = 1_000_000
-
-
-@dataclass(frozen=True)
-class ScoredRow:
-    """A score with the evidence of how it was made."""
-
-    index: int
-    score: float  # p * 4 + 1, unrounded
-    p: float
-    logit: float
-    protocol: str
-    engine: str
-    identity: str  # digest; `Scorer.identity` holds what is behind it
-    tokens: int  # scored, with the appended </s>
-    tokens_dropped: int
-    truncated: bool
-    sections_lost: dict[str, float]  # section -> fraction of its characters cut off in front
-    metric_en: str
-    metric_zh: str
-    flags: list[str]
-    ok: bool = True
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON-ready values."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class FailedRow:
-    """A row without a score, and why."""
-
-    index: int
-    error: RowError
-    ok: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the failure as JSON-ready values."""
-        error = {"kind": self.error.kind, "message": self.error.message}
-        return {"index": self.index, "ok": False, "error": error}
-
-
-Result = ScoredRow | FailedRow
 
 
 @dataclass(frozen=True)
@@ -166,7 +125,7 @@ class Scorer:
         while chunk := list(islice(numbered, self.engine.rows_per_call)):
             ready = [(index, self._tokenize_or_error(row)) for index, row in chunk]
             good = [row for _, row in ready if isinstance(row, TokenizedRow)]
-            outcomes = iter(self.engine.score_tokens([row.ids for row in good]) if good else [])
+            outcomes = iter(self._compute(good))
             for index, row in ready:
                 if isinstance(row, RowError):
                     yield FailedRow(index, row)
@@ -193,6 +152,13 @@ class Scorer:
         if not self.identity.is_protocol:
             flags.append("not_protocol")
         return TokenizedRow(prompt, ids, dropped, lost, flags)
+
+    def _compute(self, rows: list[TokenizedRow]) -> list[Outcome | RowError]:
+        try:
+            return self.engine.score_tokens([row.ids for row in rows]) if rows else []
+        except Exception as error:  # whatever it is, it costs these rows and no others
+            failure = EngineFailed(f"the forward failed: {type(error).__name__}: {error}")
+            return [failure] * len(rows)
 
     def _tokenize_or_error(self, row: Row | RowError) -> TokenizedRow | RowError:
         if isinstance(row, RowError):

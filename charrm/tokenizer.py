@@ -20,6 +20,8 @@ from charrm.protocol import EOS_ID
 
 REQUIRED_TRANSFORMERS = "4.36.2"
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+# transformers would let these change tokens, and no digest of the three files above would show it.
+UNWANTED_FILES = ("added_tokens.json", "tokenizer.json")
 
 
 def _check_transformers() -> None:
@@ -124,6 +126,12 @@ def load_tokenizer(folder: Path) -> BaichuanTokenizer:
     missing = [name for name in TOKENIZER_FILES if not (folder / name).is_file()]
     if missing:
         raise CheckpointIncomplete(f"{folder}: missing {', '.join(missing)}.")
+    for name in UNWANTED_FILES:
+        if (folder / name).exists():
+            raise CheckpointCorrupt(
+                f"{folder}: found {name}, which is not in the published layout and would change "
+                "tokens; remove it."
+            )
     for name in TOKENIZER_FILES[1:]:
         _check_json_object(folder / name)
     try:

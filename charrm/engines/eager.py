@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from charrm.engines import Outcome
-from charrm.errors import EngineFailed, OutOfMemory, RowError
+from charrm.errors import OutOfMemory, RowError
 from charrm.model import CharRM
 
 
@@ -23,7 +23,7 @@ class EagerEngine:
     def score_tokens(
         self, rows: Sequence[Sequence[int]], *, keep_hidden: bool = False
     ) -> list[Outcome | RowError]:
-        """See `Engine`; a row that runs out of memory or fails leaves the others untouched."""
+        """See `Engine`; a row that runs out of memory leaves the others untouched."""
         return [self._score_row(ids, keep_hidden) for ids in rows]
 
     def _score_row(self, ids: Sequence[int], keep_hidden: bool) -> Outcome | RowError:
@@ -34,11 +34,15 @@ class EagerEngine:
                 output = self.model(torch.tensor([list(ids)], dtype=torch.int64, device=device))
                 hidden = output.hidden.cpu() if keep_hidden else None
                 return Outcome(float(output.p), float(output.logit), hidden)
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             return OutOfMemory(f"{len(ids)} tokens did not fit on {device}: {error}")
-        except RuntimeError as error:
-            if "can't allocate memory" in str(error):
-                return OutOfMemory(f"{len(ids)} tokens did not fit on {device}: {error}")
-            return EngineFailed(f"the forward of {len(ids)} tokens failed: {error}")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """CUDA and python have classes for it, torch's CPU allocator only a text."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or "can't allocate memory" in str(error)

@@ -1,0 +1,1 @@
+"""HTTP over charrm: routes, wire types and the one worker that owns the model."""
