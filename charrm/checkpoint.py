@@ -30,7 +30,7 @@ from charrm.model import CharRM, ModelConfig
 from charrm.placement import Placement, join_devices, plan_placement
 from charrm.tokenizer import TOKENIZER_FILES
 
-_LAYOUTS = (
+_LAYOUTS = (  # transformers prefers safetensors too
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
@@ -73,7 +73,7 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     `revision` belongs to a hub id; the audited repository defaults to the audited revision.
     Raises CheckpointIncomplete (files missing), CheckpointCorrupt (not what their names say).
     """
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     if not folder.is_dir():
         if not _HUB_ID.fullmatch(str(source)) or folder.exists():
             raise CheckpointIncomplete(
@@ -143,11 +143,15 @@ def load_model(
 
 
 def _find_weights(folder: Path) -> tuple[Path | None, dict[Path, frozenset[str] | None]]:
-    for index_name, single_name in _LAYOUTS:
-        if (folder / index_name).is_file():
-            return folder / index_name, _read_index(folder / index_name)
-        if (folder / single_name).is_file():
-            return None, {folder / single_name: None}
+    for index, single in ((folder / a, folder / b) for a, b in _LAYOUTS):
+        if index.is_file() and single.is_file():
+            raise CheckpointCorrupt(
+                f"{folder}: holds both {index.name} and {single.name}; they may differ. Remove one."
+            )
+        if index.is_file():
+            return index, _read_index(index)
+        if single.is_file():
+            return None, {single: None}
     return None, {}
 
 
@@ -158,7 +162,7 @@ def _read_index(path: Path) -> dict[Path, frozenset[str] | None]:
         weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         shards = {name: {t for t, s in weight_map.items() if s == name}
                   for name in sorted(set(weight_map.values()))}  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path}: not a weight index: {error!r}") from None
     for name in shards:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
@@ -172,7 +176,8 @@ def _download(hub_id: str, revision: str | None) -> Path:
     if revision is None:
         if hub_id != AUDITED_HUB:
             raise CheckpointIncomplete(
-                f"{hub_id}: name a revision (a commit); only {AUDITED_HUB} has a default."
+                f"{hub_id}: no such folder here. As a hub id it needs a revision (a commit); only "
+                f"{AUDITED_HUB} has a default."
             )
         revision = AUDITED_REVISION
     patterns = ["config.json", *TOKENIZER_FILES]
@@ -206,7 +211,7 @@ def _read_shard(path: Path) -> Iterator[tuple[str, Tensor]]:
                     # A shared storage would stay in memory whole; other strides, other kernels.
                     tensor = tensor.clone(memory_format=torch.contiguous_format)
                 yield name, tensor
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointCorrupt(f"{path}: truncated or not safetensors: {error}") from None
 
 
@@ -247,7 +252,7 @@ def _read_headers(path: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtyp
                     shape = tuple(header.get_shape())
                     values = header[:0] if shape else shard.get_tensor(name)
                     yield name, shape, values.dtype
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise CheckpointCorrupt(f"{path}: truncated or not safetensors: {error}") from None
     else:
         for name, tensor in _load_pickle(path, headers_only=True).items():
@@ -313,8 +318,11 @@ def _progress() -> Progress:
 
 
 def _is_lfs_pointer(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(_LFS_HEAD)) == _LFS_HEAD
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS_HEAD)) == _LFS_HEAD
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path}: cannot be read: {error.strerror}.") from None
 
 
 def _stat(path: Path) -> tuple[int, int]:

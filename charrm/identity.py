@@ -85,9 +85,8 @@ def audit(files: dict[str, str]) -> dict[str, str]:
 
 
 @cache
-def code_digest() -> str:
-    """Return the sha256 over the python sources of this package, by relative path."""
-    root = Path(__file__).parent
+def code_digest(root: Path = Path(__file__).parent) -> str:
+    """Return the sha256 over the python sources of a package, by relative path."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
@@ -126,9 +125,14 @@ def _settled(path: Path) -> bool:
     return time.time() - path.stat().st_mtime > _FRESH_SECONDS
 
 
-def _cache_path() -> Path:
+def cache_folder() -> Path:
+    """Return where things are kept that can be computed again: CHARRM_CACHE or the user's."""
     base = os.environ.get("CHARRM_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "charrm" / "sha256.json"
+    return Path(base).expanduser() / "charrm"
+
+
+def _cache_path() -> Path:
+    return cache_folder() / "sha256.json"
 
 
 def _read_cache() -> dict[str, str]:

@@ -46,7 +46,7 @@ class ModelConfig:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointIncomplete(f"{path}: missing.") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointCorrupt(f"{path}: cannot be read as JSON: {error}") from None
         if not isinstance(content, dict):
             raise CheckpointCorrupt(f"{path}: found {type(content).__name__}, expected an object.")
@@ -62,6 +62,7 @@ class ModelConfig:
             "model_type": ("baichuan", content.get("model_type")),
             "hidden_act": ("silu", self.hidden_act),
             "model_max_length": (MAX_TOKENS, self.model_max_length),
+            "rms_norm_eps is a small positive number": (True, 0 < self.rms_norm_eps < 1),
             "hidden_size % num_attention_heads": (0, self.hidden_size % self.num_attention_heads),
         }
         wrong = [f"{k} is {found!r}, expected {want!r}" for k, (want, found) in expected.items()

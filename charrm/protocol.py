@@ -314,6 +314,6 @@ def _kind(value: object) -> str:
 def quote(value: object) -> str:
     """Return a value for an error message: cut short, and encodable whatever it holds."""
     text = value if isinstance(value, str) else repr(value)
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\n", "\\n")
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:100])
     text = text if len(text) <= 80 else text[:77] + "..."
     return f'"{text}"' if isinstance(value, str) else text

@@ -155,7 +155,10 @@ class Scorer:
 
     def _compute(self, rows: list[TokenizedRow]) -> list[Outcome | RowError]:
         try:
-            return self.engine.score_tokens([row.ids for row in rows]) if rows else []
+            outcomes = self.engine.score_tokens([row.ids for row in rows]) if rows else []
+            if len(outcomes) != len(rows):
+                raise RuntimeError(f"{len(outcomes)} outcomes for {len(rows)} rows")
+            return outcomes
         except Exception as error:  # whatever it is, it costs these rows and no others
             failure = EngineFailed(f"the forward failed: {type(error).__name__}: {error}")
             return [failure] * len(rows)

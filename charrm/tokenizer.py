@@ -132,8 +132,12 @@ def load_tokenizer(folder: Path) -> BaichuanTokenizer:
                 f"{folder}: found {name}, which is not in the published layout and would change "
                 "tokens; remove it."
             )
-    for name in TOKENIZER_FILES[1:]:
-        _check_json_object(folder / name)
+    config, _ = (_json_object(folder / name) for name in TOKENIZER_FILES[1:])
+    if config.get("tokenizer_class") != BaichuanTokenizer.__name__:
+        raise CheckpointCorrupt(
+            f"{folder / TOKENIZER_FILES[1]}: tokenizer_class is {config.get('tokenizer_class')!r}, "
+            f"expected {BaichuanTokenizer.__name__!r}."
+        )
     try:
         tokenizer = BaichuanTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # sentencepiece raises RuntimeError, transformers several kinds
@@ -146,10 +150,11 @@ def load_tokenizer(folder: Path) -> BaichuanTokenizer:
     return tokenizer  # type: ignore[no-any-return]
 
 
-def _check_json_object(path: Path) -> None:
+def _json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointCorrupt(f"{path}: found {type(content).__name__}, expected an object.")
+    return content
