@@ -12,6 +12,7 @@ import io
 import json
 import math
 import tempfile
+from functools import partial
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -32,9 +33,31 @@ NOTICE = "This demo checkpoint holds random weights: its scores mean nothing."
 
 Layout = Literal["safetensors", "pickle", "single"]
 
-SEED = 19
-VOCAB, LAYERS, HIDDEN, HEADS, FEED_FORWARD = 2000, 2, 96, 3, 256
+SEED = 30
+VOCAB, LAYERS, HIDDEN, HEADS, FEED_FORWARD = 2000, 2, 48, 3, 128
 CONTEXT = 4096
+
+_CONFIG: dict[str, Any] = {
+    "architectures": ["BaichuanCharRM"],
+    "model_type": "baichuan",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.2",
+    "tokenizer_class": "BaichuanTokenizer",
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": FEED_FORWARD,
+    "model_max_length": CONTEXT,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+}
+_TOKENIZER_FILES = ("tokenizer.model", "special_tokens_map.json", "tokenizer_config.json")
 
 _DATA = resources.files(__package__) / "demo_data"
 _MANIFEST = "demo.json"
@@ -66,13 +89,18 @@ def demo_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def build_demo_checkpoint(folder: Path, *, layout: Layout = "safetensors") -> Path:
+def build_demo_checkpoint(
+    folder: Path, *, layout: Layout = "safetensors", tokenizer: Path | None = None
+) -> Path:
     """Write the demo checkpoint to `folder`, or reuse the one already there; returns `folder`.
 
     `layout` is two safetensors shards with an index, two pickle shards with an index, or a
-    single `model.safetensors`. The folder appears whole or not at all. A folder is reused when
-    `demo.json` in it names exactly the files present, with their SHA-256, and the same builder,
-    corpus, layout and library versions; otherwise a demo checkpoint is rebuilt.
+    single `model.safetensors`. `tokenizer` is a folder whose tokenizer files are used instead of
+    the demo's own, so that real tokens meet a small forward.
+
+    The folder appears whole or not at all. It is reused when `demo.json` in it names exactly the
+    files present, with their SHA-256, and the same builder, corpus, layout, tokenizer and library
+    versions; otherwise a demo checkpoint is rebuilt.
 
     Raises FileExistsError when `folder` is anything else than absent, empty, or a demo
     checkpoint without foreign files; nothing is deleted then. Raises ValueError for an unknown
@@ -81,7 +109,8 @@ def build_demo_checkpoint(folder: Path, *, layout: Layout = "safetensors") -> Pa
     if layout not in get_args(Layout):
         raise ValueError(f"layout is {layout!r}, expected one of {', '.join(get_args(Layout))}")
     target = Path(folder).resolve()
-    inputs = _inputs_digest(layout)
+    small = _demo_tokenizer_files if tokenizer is None else partial(_read_tokenizer, tokenizer)
+    inputs = _inputs_digest(layout, None if tokenizer is None else small())
     if _is_current(target, inputs):
         return folder
     _refuse_foreign(target)
@@ -90,13 +119,13 @@ def build_demo_checkpoint(folder: Path, *, layout: Layout = "safetensors") -> Pa
         # One level down, because the temporary folder itself is readable by its owner only.
         new = Path(beside) / "new"
         new.mkdir()
-        _write(new, layout)
+        _write(new, layout, small())
         (new / _MANIFEST).write_bytes(_manifest(new, inputs))
         _swap_in(new, target, Path(beside) / "old", inputs)
     return folder
 
 
-def demo_weights(seed: int = SEED) -> dict[str, torch.Tensor]:
+def demo_weights(seed: int = SEED, vocab: int = VOCAB) -> dict[str, torch.Tensor]:
     """The 18 bf16 tensors under their published names, in the order of the forward."""
     import torch
 
@@ -114,7 +143,7 @@ def demo_weights(seed: int = SEED) -> dict[str, torch.Tensor]:
 
     # Exponents chosen so that p spreads over the demo rows; a uniform odd integer of 8 bits has
     # a standard deviation of 148, so -10 gives 0.14.
-    weights = {"model.embed_tokens.weight": matrix("embed", (VOCAB, HIDDEN), -9)}
+    weights = {"model.embed_tokens.weight": matrix("embed", (vocab, HIDDEN), -9)}
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
         weights |= {
@@ -127,7 +156,7 @@ def demo_weights(seed: int = SEED) -> dict[str, torch.Tensor]:
             f"{layer}.mlp.down_proj.weight": matrix(f"{i}/down", (HIDDEN, FEED_FORWARD), -11),
         }
     weights["model.norm.weight"] = norm("norm")
-    weights["score.weight"] = matrix("score", (1, HIDDEN), -10)
+    weights["score.weight"] = matrix("score", (1, HIDDEN), -9)
     weights["score.bias"] = matrix("bias", (1,), -10)
     return weights
 
@@ -163,11 +192,13 @@ def demo_tokenizer() -> bytes:
     return model.getvalue()
 
 
-def _write(folder: Path, layout: Layout) -> None:
+def _write(folder: Path, layout: Layout, tokenizer_files: dict[str, bytes]) -> None:
     import torch
     from safetensors.torch import save
+    from sentencepiece import SentencePieceProcessor
 
-    weights = demo_weights()
+    pieces = SentencePieceProcessor(model_proto=tokenizer_files["tokenizer.model"])
+    weights = demo_weights(vocab=pieces.get_piece_size())
     names = list(weights)
     shards = {"model.safetensors": names}
     if layout in _SHARDED:
@@ -177,9 +208,9 @@ def _write(folder: Path, layout: Layout) -> None:
         shards = {pattern.format(1): names[:half], pattern.format(2): names[half:]}
         total = sum(tensor.nbytes for tensor in weights.values())
         weight_map = {name: shard for shard, part in shards.items() for name in part}
-        _write_json(
-            folder / index,
-            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+        ordered = dict(sorted(weight_map.items()))
+        (folder / index).write_bytes(
+            _json_bytes({"metadata": {"total_size": total}, "weight_map": ordered})
         )
     for shard, part in shards.items():
         tensors = {name: weights[name] for name in part}
@@ -188,12 +219,16 @@ def _write(folder: Path, layout: Layout) -> None:
         else:
             # Not save_file: it makes files that only their owner can read.
             (folder / shard).write_bytes(save(tensors, metadata={"format": "pt"}))
-    (folder / "tokenizer.model").write_bytes(demo_tokenizer())
-    for name, content in _small_files().items():
-        _write_json(folder / name, content)
+    config = _CONFIG | {"vocab_size": pieces.get_piece_size()}
+    for name, content in {**tokenizer_files, "config.json": _json_bytes(config)}.items():
+        (folder / name).write_bytes(content)
 
 
-def _small_files() -> dict[str, dict[str, Any]]:
+def _read_tokenizer(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES}
+
+
+def _demo_tokenizer_files() -> dict[str, bytes]:
     def token(content: str) -> dict[str, Any]:
         flags = {"lstrip": False, "normalized": True, "rstrip": False, "single_word": True}
         return {"content": content, **flags}
@@ -205,44 +240,27 @@ def _small_files() -> dict[str, dict[str, Any]]:
         "unk_token": token("<unk>"),
     }
     return {
-        "config.json": {
-            "architectures": ["BaichuanCharRM"],
-            "model_type": "baichuan",
-            "torch_dtype": "bfloat16",
-            "transformers_version": "4.36.2",
-            "tokenizer_class": "BaichuanTokenizer",
-            "vocab_size": VOCAB,
-            "hidden_size": HIDDEN,
-            "num_attention_heads": HEADS,
-            "num_hidden_layers": LAYERS,
-            "intermediate_size": FEED_FORWARD,
-            "model_max_length": CONTEXT,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "initializer_range": 0.02,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-        },
-        "special_tokens_map.json": specials,
-        "tokenizer_config.json": {
-            "add_bos_token": False,
-            "add_eos_token": False,
-            **{name: {"__type": "AddedToken", **fields} for name, fields in specials.items()},
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": CONTEXT,
-            "sp_model_kwargs": {},
-            "tokenizer_class": "BaichuanTokenizer",
-        },
+        "tokenizer.model": demo_tokenizer(),
+        "special_tokens_map.json": _json_bytes(specials),
+        "tokenizer_config.json": _json_bytes(
+            {
+                "add_bos_token": False,
+                "add_eos_token": False,
+                **{name: {"__type": "AddedToken", **fields} for name, fields in specials.items()},
+                "clean_up_tokenization_spaces": False,
+                "model_max_length": CONTEXT,
+                "sp_model_kwargs": {},
+                "tokenizer_class": "BaichuanTokenizer",
+            }
+        ),
     }
 
 
-def _inputs_digest(layout: Layout) -> str:
+def _inputs_digest(layout: Layout, tokenizer_files: dict[str, bytes] | None) -> str:
     versions = [metadata.version(name) for name in ("torch", "safetensors", "sentencepiece")]
     builder = (resources.files(__package__) / "demo.py").read_text(encoding="utf-8")
-    parts = [builder, _text("corpus.txt"), layout, *versions]
+    given = [_sha256(content) for content in (tokenizer_files or {}).values()]
+    parts = [builder, _text("corpus.txt"), layout, *versions, *given]
     return _sha256(json.dumps(parts).encode())
 
 
@@ -255,7 +273,7 @@ def _manifest(folder: Path, inputs: str) -> bytes:
         "inputs": inputs,
         "files": {path.name: _sha256(path.read_bytes()) for path in files},
     }
-    return (json.dumps(content, indent=1) + "\n").encode()
+    return _json_bytes(content)
 
 
 def _is_current(folder: Path, inputs: str) -> bool:
@@ -303,8 +321,8 @@ def _text(name: str) -> str:
     return (_DATA / name).read_text(encoding="utf-8")
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _json_bytes(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode("utf-8")
 
 
 def _sha256(data: bytes) -> str:

@@ -18,7 +18,7 @@ from charrm import demo
 
 # SHA-256 over name, shape and bf16 bytes of every tensor in name order. It depends on the seed,
 # the sizes and SHAKE-256 only, on no library version and no machine.
-WEIGHTS_SHA256 = "07eefbfeb46f1c2967e142f035f7b46e01e0d4849a5a4b6caf098d497d70b512"
+WEIGHTS_SHA256 = "b06aebf7d3c8c158cd898613df213d01ff7172ad8bb5e745452fcffdec789638"
 
 METRICS = {
     "Fluency": "对话流利度",
@@ -254,3 +254,18 @@ def test_exactly_one_row_is_longer_than_the_model() -> None:
     assert len(long) == 1
     assert long[0] > demo.CONTEXT
     assert min(lengths) >= 100
+
+
+def test_another_tokenizer_meets_the_same_body(shared: Path, tmp_path: Path) -> None:
+    folder = demo.build_demo_checkpoint(tmp_path / "c", tokenizer=shared / "upstream")
+    model = (folder / "tokenizer.model").read_bytes()
+    assert model == (shared / "upstream" / "tokenizer.model").read_bytes()
+    weights, own = load(folder), demo.demo_weights()
+    assert weights["model.embed_tokens.weight"].shape[0] == 125_696
+    for name in own.keys() - {"model.embed_tokens.weight"}:
+        assert torch.equal(weights[name], own[name]), name
+    before = (folder / "demo.json").stat().st_ino
+    demo.build_demo_checkpoint(folder, tokenizer=shared / "upstream")
+    assert (folder / "demo.json").stat().st_ino == before  # reused
+    demo.build_demo_checkpoint(folder)
+    assert load(folder)["model.embed_tokens.weight"].shape[0] == demo.VOCAB

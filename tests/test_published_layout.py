@@ -218,8 +218,8 @@ def test_a_local_folder_has_no_revision(demo_checkpoint: Path) -> None:
         ({"model_type": "llama"}, "model_type is 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"model_max_length": 2048}, "model_max_length is 2048"),
-        ({"hidden_size": 97}, "hidden_size % num_attention_heads"),
-        ({"hidden_size": "96"}, "hidden_size is '96'"),
+        ({"hidden_size": 49}, "hidden_size % num_attention_heads"),
+        ({"hidden_size": "48"}, "hidden_size is '48'"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_attention_heads": 0}, "at least 1"),
         ({"vocab_size": None}, "vocab_size is None"),
@@ -233,7 +233,7 @@ def test_a_config_of_another_model_is_refused(
     demo_checkpoint: Path, tmp_path: Path, changes: dict[str, Any], found: str
 ) -> None:
     path = copy_small_files(demo_checkpoint, tmp_path) / "config.json"
-    assert ModelConfig.from_file(path).hidden_size == 96  # the control
+    assert ModelConfig.from_file(path).hidden_size == 48  # the control
     edit_json(path, **changes)
     with pytest.raises(CheckpointError, match=re.escape(found)) as caught:
         ModelConfig.from_file(path)
