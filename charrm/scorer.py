@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import Any
 from charrm.checkpoint import find_checkpoint, load_model
 from charrm.engines import Engine, Outcome
 from charrm.engines.eager import EagerEngine
-from charrm.errors import EngineFailed, RowError, TooLongText
+from charrm.errors import EngineFailed, NotFinite, RowError, TooLongText
 from charrm.identity import Identity, audit, code_digest, digest_files
 from charrm.protocol import (
     EOS_ID,
@@ -176,6 +177,8 @@ class Scorer:
             return FailedRow(index, outcome)
         try:
             score = score_from_p(outcome.p)
+            if not math.isfinite(outcome.logit):
+                raise NotFinite(f"the model gave the logit {outcome.logit}; p is saturated.")
         except RowError as error:
             return FailedRow(index, error)
         return ScoredRow(

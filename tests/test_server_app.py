@@ -206,7 +206,7 @@ def test_limits(demo_checkpoint: Path) -> None:
 @pytest.mark.parametrize("p", [float("nan"), float("inf"), -0.25, 1.5])
 def test_a_p_that_is_no_probability_never_becomes_a_number(demo_checkpoint: Path, p: float) -> None:
     def script(ids: Any) -> Outcome:
-        return Outcome(p, p) if len(ids) > 250 else fake_outcome(ids)
+        return Outcome(p, 0.5) if len(ids) > 250 else fake_outcome(ids)
 
     with serving(demo_checkpoint, FakeEngine(script)) as client:
         bad = row(context="长" * 300)
