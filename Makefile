@@ -9,7 +9,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m server.demo
 
 test: $(VENV)/.installed lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

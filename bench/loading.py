@@ -39,15 +39,15 @@ def main(megabytes: Annotated[int, typer.Option(help="Size of the checkpoint.")]
     for layout in LAYOUTS:
         with tempfile.TemporaryDirectory() as folder:
             size = write_checkpoint(Path(folder) / "checkpoint", megabytes * 2**20, layout)
-            result = {"layout": layout, "bytes": size, **measure(Path(folder) / "checkpoint")}
-        results.append(result)
-        ratio = result["peak_bytes"] / size
+            measured = measure(Path(folder) / "checkpoint")
+        results.append({"layout": layout, "bytes": size, **measured})
+        ratio = measured["peak_bytes"] / size
         table.add_row(
             layout,
             f"{size / 1e6:.0f}",
-            f"{result['peak_bytes'] / 1e6:.0f}",
+            f"{measured['peak_bytes'] / 1e6:.0f}",
             f"{ratio:.3f}",
-            f"{result['seconds']:.1f}",
+            f"{measured['seconds']:.1f}",
         )
     Console().print(table)
     print(json.dumps(results))
