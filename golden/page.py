@@ -245,12 +245,12 @@ def _audit_notes(audit: object) -> Iterator[tuple[str, str]]:
             f"The candidate does not tell whether its files are those of {release}.",
         )
         return
-    wrong = [f"{name} {state}" for name, state in audit.items() if state != "matches"]
-    if wrong:
-        yield (
-            "NOT THE AUDITED RELEASE",
-            f"The checkpoint is not {release}: {', '.join(wrong)}.",
-        )
+    other = [name for name, state in audit.items() if state not in ("matches", "absent")]
+    absent = [name for name, state in audit.items() if state == "absent"]
+    if other:
+        yield "NOT THE AUDITED RELEASE", f"Other files than {release}: {', '.join(other)}."
+    if absent:
+        yield "NOT FULLY AUDITED", f"Absent beside {release}: {', '.join(absent)}."
 
 
 def _figures(comparison: Comparison, scored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
