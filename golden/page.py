@@ -249,7 +249,7 @@ def _audit_notes(audit: object) -> Iterator[tuple[str, str]]:
     absent = [name for name, state in audit.items() if state == "absent"]
     if other:
         yield "NOT THE AUDITED RELEASE", f"Other files than {release}: {', '.join(other)}."
-    if absent:
+    elif absent:
         yield "NOT FULLY AUDITED", f"Absent beside {release}: {', '.join(absent)}."
 
 

@@ -189,6 +189,7 @@ def _draw_cells(axes: Axes, cells: Mapping[Cell, int]) -> None:
         "zorder": 2,
     }
     hollow: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": _DIFFERS, "zorder": 3}
+    scale = 2 if len(cells) < 50 else 1  # a handful of dots must be seen
     for other, style in ((False, filled), (True, hollow)):
         fewer: float = 0
         for most, diameter in _MARKERS:
@@ -196,7 +197,7 @@ def _draw_cells(axes: Axes, cells: Mapping[Cell, int]) -> None:
             fewer = most
             if at:
                 x, y = zip(*at, strict=True)
-                axes.plot(x, y, linestyle="none", marker="o", markersize=diameter, **style)
+                axes.plot(x, y, linestyle="none", marker="o", markersize=diameter * scale, **style)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def run_session(request: Request) -> tuple[ReplaySet, list[Verdict]]:
         rows: Sequence[ReplayRow] = of_models(replay_set, request.models)
         if request.sample is not None:
             rows = stratified_sample(rows, request.sample, _lengths(rows, candidate))
-        tables = [request.reference]
+        tables = ["tokens"] if request.level == "tokens" else [request.reference]
         if _can_meet_the_paper(request, replay_set, scorer):
             tables.append("paper")
         run = Run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -78,10 +79,14 @@ def main(
         )
 
     dispatch = Dispatch(open_scorer, settings.max_waiting_rows)
-    config = uvicorn.Config(
-        create_app(settings, dispatch), host=host, port=port, timeout_graceful_shutdown=10
-    )
-    server = uvicorn.Server(config)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            dispatch.begin_stop()  # before uvicorn waits for the requests that wait for rows
+            super().handle_exit(sig, frame)
+
+    app = create_app(settings, dispatch)
+    server = Server(uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=60))
 
     def give_up() -> None:
         server.should_exit = True

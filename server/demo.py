@@ -82,8 +82,12 @@ class ServerProcess:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def terminate(self) -> None:
+        """Ask the server to stop, as a service manager does."""
         self._process.terminate()
+
+    def __exit__(self, *_: object) -> None:
+        self.terminate()
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:

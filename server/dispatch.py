@@ -76,7 +76,7 @@ class Dispatch:
         self._open_scorer = open_scorer
         self._max_waiting_rows = max_waiting_rows
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may interrupt a submit
         self._waiting_rows = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
@@ -88,11 +88,16 @@ class Dispatch:
         """Start to open the model; returns at once."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Answer what waits with ShuttingDown and end after the row in flight."""
+    def begin_stop(self) -> None:
+        """Refuse new rows and answer what waits with ShuttingDown after the row in flight."""
         with self._lock:
-            self._stopping = True
-        self._jobs.put(None)
+            if not self._stopping:
+                self._stopping = True
+                self._jobs.put(None)
+
+    def stop(self) -> None:
+        """Begin to stop, and wait until every row is answered."""
+        self.begin_stop()
         if self.scorer is not None:
             self._thread.join()
 

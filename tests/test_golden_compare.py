@@ -105,6 +105,9 @@ def test_tokens_alone_are_not_scores() -> None:
     assert found["ids_unequal"] is found["unresolved_rows"] is Outcome.PASS
     assert found["p_unequal"] is found["score_difference_max"] is Outcome.UNKNOWN
     assert exit_code(judge(read_criteria(), ["slow"], compare(some))) == 3
+    assert set(outcomes(some, ("tokens",)).values()) == {Outcome.PASS}
+    some[1]["tokens"] = {"candidate": 9, "reference": 8}
+    assert outcomes(some, ("tokens",))["tokens_unequal"] is Outcome.FAIL
 
 
 def test_what_a_side_does_not_tell_is_not_measured() -> None:

@@ -19,6 +19,7 @@ from charrm import METRICS, Row, Scorer
 from charrm.charactereval import read_metrics, read_profiles, read_test_data
 from charrm.client import Client
 from charrm.demo import NOTICE, build_demo_checkpoint
+from charrm.errors import ShuttingDown
 from charrm.results import ScoredRow
 from server.demo import ServerProcess
 
@@ -91,6 +92,16 @@ def test_a_client_that_leaves_costs_only_its_own_rows(server: ServerProcess) -> 
     with Client(server.url, timeout=60) as client:
         assert client.score(row()).ok
         assert all(result.ok for result in client.score_batch([row()] * 3))
+
+
+def test_a_stopping_server_answers_what_waits(demo_checkpoint: Path) -> None:
+    rows = [row(context="长" * 600)] * 2000
+    with ServerProcess(demo_checkpoint) as server, Client(server.url) as client:
+        stream = client.stream_batch(rows)
+        assert next(stream).ok
+        server.terminate()
+        with pytest.raises(ShuttingDown):
+            list(stream)
 
 
 def test_a_model_that_cannot_be_opened_ends_the_process(tmp_path: Path) -> None:
