@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from charrm.errors import MissingDependency
 from charrm.protocol import METRICS, PROTOCOL, Row
 from charrm.results import FailedRow, ScoredRow
 
@@ -19,7 +20,12 @@ __all__ = ["METRICS", "PROTOCOL", "FailedRow", "Row", "ScoredRow", "Scorer", "__
 
 def __getattr__(name: str) -> Any:
     if name == "Scorer":
-        from charrm.scorer import Scorer
-
+        try:
+            from charrm.scorer import Scorer
+        except ModuleNotFoundError as error:
+            raise MissingDependency(
+                f"{error.name}: not installed. The base package is the client and the file "
+                "formats; scoring here needs the extra: pip install '.[serve]'."
+            ) from error
         return Scorer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -110,3 +111,10 @@ def test_the_reference_shares_no_code_with_the_product() -> None:
     assert "torch" in found
     third_party = found - set(sys.stdlib_module_names)
     assert third_party == {"torch", "safetensors", "sentencepiece"}
+
+
+def test_scoring_without_the_extra_says_what_to_install() -> None:
+    code = "import sys; sys.modules['torch'] = None; import charrm; charrm.Scorer"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "MissingDependency: torch: not installed." in ended.stderr
+    assert "pip install '.[serve]'" in ended.stderr

@@ -83,6 +83,20 @@ def test_the_readme_shows_a_real_answer(server: ServerProcess) -> None:
     assert answer == documented
 
 
+def test_the_readme_python_runs(
+    server: ServerProcess, demo_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    names: dict[str, object] = {}
+    for block in blocks:
+        code = block.replace(".demo/checkpoint", str(demo_checkpoint))
+        exec(code.replace("http://127.0.0.1:8000", server.url), names)
+    library, server_score = capsys.readouterr().out.split()
+    assert library == server_score
+    assert 1 <= float(library) <= 5
+
+
 def test_a_client_that_leaves_costs_only_its_own_rows(server: ServerProcess) -> None:
     body = json.dumps({"rows": [row(context="长" * 600)] * 300}).encode()
     address = httpx.URL(server.url)
