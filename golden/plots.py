@@ -22,7 +22,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 except ImportError as error:
-    raise MissingDependency(f"matplotlib: {error}; install charrm[golden].") from error
+    raise MissingDependency(f"matplotlib: {error}; install the extra '.[golden]'.") from error
 
 Line = Mapping[str, Any]
 Cell = tuple[float, float, bool]  # x, y, do the sides differ there

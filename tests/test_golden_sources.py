@@ -469,7 +469,7 @@ def test_row_anchor_without_openpyxl_says_what_to_install(
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingDependency, match=r"charrm\[golden\]"):
+    with pytest.raises(MissingDependency, match=r"'\.\[golden\]'"):
         RowAnchorSource(path, pin=pin, rows=len(GOOD))
 
 
