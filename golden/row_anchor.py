@@ -175,7 +175,8 @@ def _cells(path: Path, content: bytes) -> Iterator[tuple[Any, ...]]:
         from openpyxl import load_workbook
     except ImportError:
         raise MissingDependency(
-            "openpyxl: found none; the row-level anchor is a spreadsheet. Install the extra '.[golden]'."
+            "openpyxl: found none; the row-level anchor is a spreadsheet. Install the extra "
+            "'.[golden]'."
         ) from None
     try:
         book = load_workbook(io.BytesIO(content), read_only=True, data_only=True)
