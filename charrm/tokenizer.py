@@ -32,7 +32,7 @@ def _check_transformers() -> None:
     if found != REQUIRED_TRANSFORMERS:
         raise MissingDependency(
             f"transformers: found {found}, expected {REQUIRED_TRANSFORMERS}; the tokens of the "
-            "protocol depend on it. Install the extra '.[serve]', or score over HTTP with charrm.client."
+            "protocol depend on it. Install the extra '.[serve]', or use charrm.client over HTTP."
         )
 
 
