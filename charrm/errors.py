@@ -21,6 +21,7 @@
     ├── TooLargeRequest               too_large_request
     ├── InvalidSetting                invalid_setting
     ├── MissingDependency             missing_dependency
+    ├── NotCertified                  not_certified
     ├── UnexpectedAnswer              unexpected_answer
     └── ServiceError                  the server cannot answer now; the request may be sent again
         ├── Overloaded                overloaded
@@ -48,6 +49,7 @@ __all__ = [
     "InvalidRow",
     "InvalidSetting",
     "MissingDependency",
+    "NotCertified",
     "NotEnoughMemory",
     "NotFinite",
     "OutOfMemory",
@@ -195,6 +197,12 @@ class MissingDependency(CharrmError):
     """A package of an optional extra is not installed, or has another version than required."""
 
     kind = "missing_dependency"
+
+
+class NotCertified(CharrmError):
+    """An engine that shares work is not proved equal to the official order on this machine."""
+
+    kind = "not_certified"
 
 
 class UnexpectedAnswer(CharrmError):

@@ -35,14 +35,14 @@ class EagerEngine:
                 hidden = output.hidden.cpu() if keep_hidden else None
                 return Outcome(float(output.p), float(output.logit), hidden)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             return OutOfMemory(f"{len(ids)} tokens did not fit on {device}: {error}")
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """CUDA and python have classes for it, torch's CPU allocator only a text."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or "can't allocate memory" in str(error)
