@@ -178,7 +178,7 @@ def test_all_wrong_tensors_are_reported_at_once(
     del wrong["score.bias"], wrong["model.layers.0.self_attn.W_pack.weight"]
     wrong["lm_head.weight"] = torch.zeros(3, dtype=torch.bfloat16)
     wrong["model.layers.7.input_layernorm.weight"] = torch.zeros(3, dtype=torch.bfloat16)
-    wrong["model.norm.weight"] = torch.zeros(95, dtype=torch.bfloat16)
+    wrong["model.norm.weight"] = torch.zeros(47, dtype=torch.bfloat16)
     message = refusal(build(layout, wrong), CheckpointIncomplete)
     for part in (
         "5 tensors are wrong",
@@ -186,7 +186,7 @@ def test_all_wrong_tensors_are_reported_at_once(
         "missing tensor model.layers.0.self_attn.W_pack.weight",
         "unexpected tensor lm_head.weight",
         "unexpected tensor model.layers.7.input_layernorm.weight",
-        "model.norm.weight has shape [95], expected [96]",
+        "model.norm.weight has shape [47], expected [48]",
     ):
         assert part in message
 
@@ -212,7 +212,7 @@ def test_a_duplicate_is_reported_with_the_others(
 def test_integer_weights_are_refused(
     build: Callable[..., Path], tensors: Tensors, layout: str
 ) -> None:
-    wrong = {**tensors, "score.weight": torch.zeros(1, 96, dtype=torch.int8)}
+    wrong = {**tensors, "score.weight": torch.zeros(1, 48, dtype=torch.int8)}
     message = refusal(build(layout, wrong), CheckpointIncomplete, cast=True)
     assert "score.weight is torch.int8" in message
 
