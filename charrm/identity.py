@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from charrm.errors import BadFile
+from charrm.files import write_atomically
 
 AUDITED_HUB = "morecry/BaichuanCharRM"
 AUDITED_REVISION = "e953da5f57b86db7adca3a2714b4c3720f5b96a2"
@@ -150,9 +152,6 @@ def _write_cache(entries: dict[str, str]) -> None:
     path = _cache_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            new = Path(folder) / path.name
-            new.write_text(json.dumps(entries), encoding="utf-8")
-            os.replace(new, path)
-    except OSError:
+        write_atomically(path, json.dumps(entries))
+    except (OSError, BadFile):
         pass

@@ -51,7 +51,11 @@ def run_selftest(folder: Path) -> dict[str, Any]:
     reference = _Remembering(SlowSource(checkpoint))
     model = SlowReference.open(checkpoint)
     faults: list[tuple[str, str, Source]] = [
-        ("NONE", "the library as it is; must be green", EngineSource(_scorer(checkpoint)))
+        (
+            "NONE",
+            "the library as it is; must be green",
+            EngineSource(Scorer.open(checkpoint, device="cpu")),
+        )
     ]
     faults += [(f.name, f.value, FaultySource(model, rows, f)) for f in FORWARD_FAULTS]
     faults += [(n, text, FaultySource(model, rows, n)) for n, text in TEXT_FAULTS.items()]
@@ -179,10 +183,6 @@ def _outcome(
     code = exit_code(verdicts)
     outcome = {0: "green", 1: "red"}.get(code, "unknown")
     return {"fault": name, "what": what, "outcome": outcome, "rows": len(rows), "failed": failed}
-
-
-def _scorer(checkpoint: Path) -> Scorer:
-    return Scorer.open(checkpoint, device="cpu")
 
 
 def _path() -> Path:
