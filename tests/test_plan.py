@@ -20,11 +20,11 @@ Key = tuple[tuple[int, ...], int, int]
 
 def classes(tail: int = 1, edges: tuple[int, ...] = (), **changes: Any) -> NumericClasses:
     facts: dict[str, Any] = {
-        "min_rows": 1, "min_length": 1, "linear_rows_invariant": True,
+        "min_rows": 1, "min_length": 1, "max_length": 4096, "linear_rows_invariant": True,
         "norm_rows_invariant": True, "head_rows_invariant": True, "torch_version": "0",
         "device": "none", "cpu_capability": "none", "threads": 1, "dtype": "bfloat16",
     }  # fmt: skip
-    return NumericClasses(softmax_tail=tail, pv_edges=edges, **(facts | changes))
+    return NumericClasses(softmax_tail=tail, width_edges=edges, **(facts | changes))
 
 
 def limits(pack_tokens: int = 1000, attention_bytes: int = 10**9, **changes: int) -> Limits:
@@ -40,7 +40,7 @@ def key_of(ids: Sequence[int], position: int, rules: NumericClasses) -> Key:
     """What decides a token's bits, written down without the planner."""
     length = len(ids)
     settled = length - length % rules.softmax_tail
-    above = [edge for edge in rules.pv_edges if length > edge]
+    above = [edge for edge in rules.width_edges if length > edge]
     return tuple(ids[: position + 1]), len(above), length if position >= settled else 0
 
 
@@ -62,7 +62,7 @@ def keys_of(pack: Pack) -> list[Key]:
 
 def check(plan: Plan, rows: Rows, rules: NumericClasses, bounds: Limits) -> None:
     covered = list(plan.alone)
-    assert all(len(rows[i]) < rules.min_length for i in plan.alone)
+    assert all(not rules.min_length <= len(rows[i]) <= rules.max_length for i in plan.alone)
     for pack in plan.packs:
         assert len(pack.tokens) <= bounds.pack_tokens or len(pack.rows) == 1
         keys = keys_of(pack)

@@ -55,7 +55,7 @@ def classes(model: CharRM) -> NumericClasses:
 
 def documented(classes: NumericClasses) -> NumericClasses:
     """The classes of the machine described in the documentation; stricter, so exact here too."""
-    return replace(classes, softmax_tail=32, pv_edges=(1024,), min_length=32, min_rows=16)
+    return replace(classes, softmax_tail=32, width_edges=(1024,), min_length=32, min_rows=16)
 
 
 def ids(seed: int, length: int) -> list[int]:
@@ -115,6 +115,24 @@ def test_chunks_and_a_small_attention_keep_the_bits(
 ) -> None:
     engine = TreeEngine(model, classes, query_chunk=query_chunk, attention_bytes=3_000_000)
     assert differing(compute(engine, related_rows()), expected) == []
+
+
+def test_keys_reach_the_product_in_the_official_layout(
+    model: CharRM, classes: NumericClasses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else matmul copies k^T and sums in another order: a few scores of 100,000 change."""
+    matmul, seen = torch.matmul, []
+
+    def spy(a: Tensor, b: Tensor) -> Tensor:
+        if b.shape[-1] != model.config.head_dim:  # q k^T
+            seen.append((len(b), b.transpose(2, 3).is_contiguous()))
+        return matmul(a, b)
+
+    monkeypatch.setattr(torch, "matmul", spy)
+    compute(TreeEngine(model, classes), related_rows())
+    several = [contiguous for items, contiguous in seen if items > 1]
+    assert several
+    assert all(several)
 
 
 def test_order_and_company_change_nothing(
@@ -196,13 +214,13 @@ def test_control_a_missing_mask_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One key too many, for the queries of runs longer than one token."""
-    build = tree._batch
+    indices = tree._Batch.indices
 
-    def leaky(*args: object) -> tree._Batch:
-        batch = build(*args)  # type: ignore[arg-type]
-        return replace(batch, hidden_keys=batch.hidden_keys.roll(1, -1))
+    def leaky(batch: tree._Batch) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, hidden = indices(batch)
+        return queries, keys, hidden.roll(1, -1)
 
-    monkeypatch.setattr(tree, "_batch", leaky)
+    monkeypatch.setattr(tree._Batch, "indices", leaky)
     found = compute(TreeEngine(model, classes), related_rows())
     assert len(differing(found, expected)) > len(expected) / 2
 

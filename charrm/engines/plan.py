@@ -38,7 +38,7 @@ class Segment:
     entry: int  # first entry in the pack
     start: int  # position of that entry in its row
     length: int
-    width_class: int  # rows of this P.v class only
+    width_class: int  # rows of this width class only
     exact: int  # the row's length L for tail tokens, 0 for settled ones
     path: tuple[Slice, ...]  # entries of positions 0 .. start + length - 1
 
@@ -91,7 +91,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Plan:
-    """Packs, and the input positions of rows too short to share (`NumericClasses.min_length`)."""
+    """Packs, and the input positions of rows too short or too long to share here."""
 
     packs: tuple[Pack, ...]
     alone: tuple[int, ...]
@@ -135,7 +135,7 @@ def make_plan(rows: Sequence[Sequence[int]], classes: NumericClasses, limits: Li
     same: dict[tuple[int, bytes], list[int]] = {}
     alone = []
     for index, ids in enumerate(rows):
-        if len(ids) < classes.min_length:
+        if not classes.min_length <= len(ids) <= classes.max_length:
             alone.append(index)
         else:
             whole = (classes.width_class(len(ids)), _key(ids, classes.softmax_tail))

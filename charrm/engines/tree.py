@@ -5,8 +5,8 @@ modules. Attention is the official sequence of roundings over the keys of each r
 the widths are those the plan chose inside the measured numeric classes. What one row costs in the
 end (head, sigmoid) runs row by row exactly as the reference does.
 
-No command offers this engine yet: it may serve only where it was compared with the official order.
-The index and mask tensors of a pack's groups are not counted in `attention_bytes` yet.
+Nothing here proves that the bits are the official ones: `charrm.certificate` compares them where
+the engine is to serve.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from charrm.engines import Outcome
 from charrm.engines.classes import NumericClasses
 from charrm.engines.eager import EagerEngine, is_out_of_memory
-from charrm.engines.plan import Group, Limits, Pack, Plan, Slice, check_limits, make_plan
+from charrm.engines.plan import Group, Limits, Pack, Plan, check_limits, make_plan
 from charrm.errors import EngineFailed, InvalidSetting, NotCertified, OutOfMemory, RowError
 from charrm.model import Attention, CharRM, DecoderLayer, ModelConfig, alibi_bias
 from charrm.protocol import MAX_TOKENS
@@ -34,19 +34,40 @@ Answers = list[Outcome | RowError | None]
 
 @dataclass(frozen=True)
 class _Batch:
-    """A group on the device: G items, M queries, W keys."""
+    """A group on the device: G items of M queries over W keys.
 
-    queries: Tensor  # (G * M,) entries; short runs repeat their last one
-    keys: Tensor  # (G, W) entries; beyond a run's end its row's first one, always masked
-    hidden_keys: Tensor  # (G, 1, M, W) bool, keys after the query
+    Kept as runs of entries; index and mask tensors exist only while the group has its turn.
+    """
+
+    queries: int
     width: int
+    shifts: Tensor  # (S,) first entry of each run of keys less its place among the G * W
+    sizes: Tensor  # (S,) lengths of the runs, G * W together
+    first: Tensor  # (G, 1) entry of position 0; keys after a run's end repeat it, always masked
+    end: Tensor  # (G, 1) number of keys
+    entry: Tensor  # (G, 1) of the first query
+    position: Tensor  # (G, 1) of the first query
+    size: Tensor  # (G, 1) queries before the last one is repeated
+
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Entries of the queries (G * M,) and keys (G, W), and which keys are hidden
+        (G, 1, M, W) bool because they come after the query."""
+        device = self.sizes.device
+        columns = torch.arange(self.width, device=device)
+        items = len(self.entry)
+        keys = torch.arange(items * self.width, device=device)
+        keys += self.shifts.repeat_interleave(self.sizes, output_size=items * self.width)
+        keys = torch.where(columns < self.end, keys.view(items, self.width), self.first)
+        steps = torch.minimum(torch.arange(self.queries, device=device), self.size - 1)
+        hidden = columns > (self.position + steps)[:, None, :, None]
+        return (self.entry + steps).flatten(), keys, hidden
 
 
 class TreeEngine:
     """Shares prefixes between rows; exact where `classes` describe the machine it runs on."""
 
     name = "tree"
-    rows_per_call = 8192  # what lies together in memory; packs are bounded by `pack_tokens`
+    rows_per_call = 2048  # enough to share; a server's other requests wait for so many
 
     def __init__(
         self,
@@ -72,8 +93,9 @@ class TreeEngine:
             # Scores, one rounding step of them and the weights, and the mask.
             score_bytes=3 * item * config.num_attention_heads + 1,
             # Gathered k and v, and each once more in the order that the product needs.
-            key_bytes=4 * item * config.hidden_size + 8,
-            query_bytes=4 * item * config.hidden_size + 8,
+            # Three index tensors live while one is made.
+            key_bytes=4 * item * config.hidden_size + 24,
+            query_bytes=4 * item * config.hidden_size + 24,
             query_chunk=query_chunk,
         )
         if query_chunk < 1 or not check_limits(self.limits, classes.min_rows):
@@ -167,20 +189,22 @@ def _attend(
     attended = torch.empty_like(x)
     lowest = torch.finfo(x.dtype).min
     for batch in batches:
-        items, width = batch.keys.shape
+        chosen, used, hidden_keys = batch.indices()
         # (G * M, H) and (G, W, H) to (G, A, M or W, D)
         queries, keys, values = (
-            part.view(items, -1, heads, head_dim).transpose(1, 2)
-            for part in (q[batch.queries], k[batch.keys], v[batch.keys])
+            part.view(len(used), -1, heads, head_dim).transpose(1, 2)
+            for part in (q[chosen], k[used], v[used])
         )
+        # Made contiguous here, or matmul copies the transposed keys and sums in another order.
+        keys = keys.contiguous()
         scores = torch.matmul(queries, keys.transpose(2, 3)).div_(math.sqrt(head_dim))
-        scores += bias[:, None, :width]
-        scores.clamp_(min=lowest).masked_fill_(batch.hidden_keys, lowest)
+        scores += bias[:, None, : batch.width]
+        scores.clamp_(min=lowest).masked_fill_(hidden_keys, lowest)
         weights = F.softmax(scores, dim=-1)  # float32 inside, normalised result rounded
         del scores
-        out = torch.matmul(weights, values).transpose(1, 2).reshape(len(batch.queries), -1)
+        out = torch.matmul(weights, values).transpose(1, 2).reshape(len(chosen), -1)
         # Repeated queries hold equal bits, so which copy is written last does not matter.
-        attended[0, batch.queries] = out
+        attended[0, chosen] = out
     # What was added to reach `min_rows` repeats the last entry.
     attended[0, entries:] = attended[0, entries - 1]
     projected: Tensor = attention.o_proj(attended)
@@ -203,33 +227,27 @@ def workspace_bytes(config: ModelConfig, dtype: torch.dtype, limits: Limits) -> 
 
 
 def _batch(pack: Pack, group: Group, device: torch.device) -> _Batch:
-    width, count = group.width, group.queries
-    queries, keys, positions = [], [], []
-    for item in group.items:
-        steps = torch.arange(count).clamp_(max=item.size - 1)
-        queries.append(steps + item.entry)
-        positions.append(steps + item.position)
-        path = _entries_of(pack.segments[item.segment].path, min(item.end, width))
-        keys.append(F.pad(path, (0, width - len(path)), value=int(path[0])))
-    hidden = torch.arange(width) > torch.stack(positions)[:, :, None]  # (G, M, W)
-    return _Batch(
-        torch.cat(queries).to(device),
-        torch.stack(keys).to(device),
-        hidden[:, None].to(device),
-        width,
-    )
+    width = group.width
+    shifts: list[int] = []
+    sizes: list[int] = []
+    columns: list[tuple[int, int, int, int, int]] = []
+    for place, item in enumerate(group.items):
+        path = pack.segments[item.segment].path
+        at = place * width
+        for part in path:
+            size = min(part.size, (place + 1) * width - at)
+            if size > 0:
+                shifts.append(part.entry - at)
+                sizes.append(size)
+                at += size
+        sizes[-1] += (place + 1) * width - at  # beyond the end, replaced by the first entry
+        columns.append((path[0].entry, item.end, item.entry, item.position, item.size))
 
+    def column(numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
 
-def _entries_of(path: tuple[Slice, ...], end: int) -> Tensor:
-    """Entries of positions 0 .. end - 1."""
-    parts = []
-    for part in path:
-        count = min(part.size, end)
-        parts.append(torch.arange(part.entry, part.entry + count))
-        end -= count
-        if end == 0:
-            break
-    return torch.cat(parts)
+    by_item = (column(numbers)[:, None] for numbers in zip(*columns, strict=True))
+    return _Batch(group.queries, width, column(shifts), column(sizes), *by_item)
 
 
 def _padded(numbers: list[int], least: int) -> list[int]:
