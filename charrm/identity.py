@@ -44,6 +44,8 @@ class Identity:
     protocol: str
     is_protocol: bool  # False when the dtype is not the protocol's
     engine: str
+    engine_settings: dict[str, Any]
+    certificate: str  # digest of what proved the engine; empty for the official order itself
     dtype: str
     device: str
     source: str

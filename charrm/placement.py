@@ -106,6 +106,17 @@ def free_bytes(device: torch.device) -> int:
     return min(free, limit - used + int(stat["inactive_file"]))  # page cache can be reclaimed
 
 
+def check_free(device: torch.device, needed: int) -> None:
+    """Raise NotEnoughMemory unless a device has room for the tree engine's largest pack."""
+    free = free_bytes(device)
+    if needed > free:
+        raise NotEnoughMemory(
+            f"{device}: the tree engine may need {_gib(needed)} beside the weights, {_gib(free)} "
+            "are free. Make packs or their attention smaller (--pack-tokens, --attention-mib), or "
+            "use the eager engine."
+        )
+
+
 def _all_gpus() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from charrm.certificate import bound_to, find_certificate
 from charrm.checkpoint import find_checkpoint, load_model
-from charrm.engines import Engine, Outcome
+from charrm.engines import Engine, Outcome, TreeSettings
 from charrm.engines.eager import EagerEngine
-from charrm.errors import EngineFailed, NotFinite, RowError, TooLongText
+from charrm.engines.tree import TreeEngine, workspace_bytes
+from charrm.errors import EngineFailed, InvalidSetting, NotFinite, RowError, TooLongText
 from charrm.identity import Identity, audit, code_digest, digest_files
+from charrm.placement import check_free
 from charrm.protocol import (
     EOS_ID,
     PROTOCOL,
@@ -37,6 +42,7 @@ from charrm.runtime import (
 from charrm.tokenizer import BaichuanTokenizer, load_tokenizer
 
 MAX_TEXT_CHARS = 1_000_000
+ENGINES = ("eager", "tree")
 
 
 @dataclass(frozen=True)
@@ -77,20 +83,26 @@ class Scorer:
         dtype: str | None = None,
         profiles: Mapping[str, Any] | None = None,
         max_text_chars: int = MAX_TEXT_CHARS,
+        engine: str = "eager",
+        settings: TreeSettings | None = None,
+        certificate: Path | None = None,
     ) -> Scorer:
         """Open a checkpoint folder or hub id and prove what was loaded.
 
         `dtype=None` is the protocol's bfloat16 and requires weights stored so; naming a dtype
         casts to it. float32 is possible, and every result then says it is not the protocol.
-        Raises CheckpointError kinds, InvalidSetting, MissingDependency.
+        `engine="tree"` is `with_tree` at once. Raises CheckpointError kinds, InvalidSetting,
+        MissingDependency, NotCertified.
         """
+        if engine not in ENGINES:
+            raise InvalidSetting(f"engine: found {engine!r}, expected {' or '.join(ENGINES)}.")
         where = parse_device(device)
         torch_dtype = PROTOCOL_DTYPE if dtype is None else parse_dtype(dtype)
         apply_settings()
         files = find_checkpoint(checkpoint, revision)
         tokenizer = load_tokenizer(files.folder)
         loaded = load_model(files, where, torch_dtype, cast=dtype is not None)
-        engine = EagerEngine(loaded.model)
+        eager = EagerEngine(loaded.model)
         digests = digest_files(files.stats)
         files.check_unchanged()
         is_protocol = torch_dtype == PROTOCOL_DTYPE
@@ -99,7 +111,9 @@ class Scorer:
         identity = Identity(
             protocol=PROTOCOL if is_protocol else f"not {PROTOCOL}: {dtype_name}",
             is_protocol=is_protocol,
-            engine=engine.name,
+            engine=eager.name,
+            engine_settings={},
+            certificate="",
             dtype=dtype_name,
             device=", ".join(describe_device(d) for d in devices),
             source=files.source,
@@ -111,7 +125,38 @@ class Scorer:
             environment=environment(devices[0]),
             code_sha256=code_digest(),
         )
-        return cls(tokenizer, engine, identity, profiles, max_text_chars)
+        scorer = cls(tokenizer, eager, identity, profiles, max_text_chars)
+        return scorer if engine == eager.name else scorer.with_tree(settings, certificate)
+
+    def with_tree(
+        self, settings: TreeSettings | None = None, certificate: Path | None = None
+    ) -> Scorer:
+        """Return a scorer of the same model whose rows share prefixes.
+
+        Only with a certificate for exactly this model, machine and settings: the file given, or
+        the one that `charrm certify` left. Raises NotCertified, NotEnoughMemory, BadFile,
+        InvalidSetting.
+        """
+        if not isinstance(self.engine, EagerEngine):
+            raise InvalidSetting(f"a tree engine starts from the eager one, not {self.engine.name}")
+        settings = settings or TreeSettings()
+        valid = find_certificate(bound_to(self.identity, settings), certificate)
+        tree = TreeEngine(self.engine.model, valid.numeric_classes(), **asdict(settings))
+        model = self.engine.model
+        device, *others = {weight.device for weight in model.parameters()}
+        if others:
+            raise InvalidSetting(
+                "the tree engine needs the model on one device, here it is spread over "
+                f"{1 + len(others)}; use the eager engine."
+            )
+        check_free(device, workspace_bytes(model.config, model.score.weight.dtype, tree.limits))
+        identity = replace(
+            self.identity,
+            engine=tree.name,
+            engine_settings=asdict(settings),
+            certificate=valid.digest,
+        )
+        return Scorer(self.tokenizer, tree, identity, self.profiles, self.max_text_chars)
 
     def score(self, rows: Iterable[Row | RowError]) -> list[Result]:
         """Score rows; one result per row, in order. No row can fail another."""
@@ -156,6 +201,7 @@ class Scorer:
 
     def _compute(self, rows: list[TokenizedRow]) -> list[Outcome | RowError]:
         try:
+            self._check_threads()
             outcomes = self.engine.score_tokens([row.ids for row in rows]) if rows else []
             if len(outcomes) != len(rows):
                 raise RuntimeError(f"{len(outcomes)} outcomes for {len(rows)} rows")
@@ -163,6 +209,14 @@ class Scorer:
         except Exception as error:  # whatever it is, it costs these rows and no others
             failure = EngineFailed(f"the forward failed: {type(error).__name__}: {error}")
             return [failure] * len(rows)
+
+    def _check_threads(self) -> None:
+        """Another thread count may give other bits than the identity names."""
+        named, now = self.identity.environment.get("threads"), torch.get_num_threads()
+        if named is not None and named != now:
+            raise InvalidSetting(
+                f"torch now uses {now} threads, {named} when the model was opened; open it again."
+            )
 
     def _tokenize_or_error(self, row: Row | RowError) -> TokenizedRow | RowError:
         if isinstance(row, RowError):

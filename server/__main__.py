@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -12,14 +14,23 @@ import typer
 import uvicorn
 from rich.console import Console
 
-from charrm.charactereval import read_profiles
+from charrm.cli import AttentionMib, PackTokens
+from charrm.engines import TreeSettings
 from charrm.errors import CharrmError
-from charrm.scorer import Scorer
 from server.app import create_app
 from server.dispatch import Dispatch
+from server.opening import open_scorer
 from server.settings import Settings
 
 log = logging.getLogger("uvicorn.error")
+TREE = TreeSettings()
+
+
+class EngineName(str, Enum):
+    """How rows are computed; the numbers are the same."""
+
+    eager = "eager"
+    tree = "tree"
 
 
 def main(
@@ -52,6 +63,41 @@ def main(
             help="character_profiles.json; rows may then name a role instead of a profile.",
         ),
     ] = None,
+    engine: Annotated[
+        EngineName,
+        typer.Option(
+            envvar="CHARRM_ENGINE",
+            help="eager: the official order, row by row. tree: rows of a request share prefixes; "
+            "only with a certificate of the same bits (`charrm certify`, or --certify).",
+        ),
+    ] = EngineName.eager,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="CHARRM_CERTIFICATE", help="File; by default where `charrm certify` writes it."
+        ),
+    ] = None,
+    certify: Annotated[
+        bool,
+        typer.Option(
+            "--certify",
+            envvar="CHARRM_CERTIFY",
+            help="Tree engine without a valid certificate: prove it before being ready.",
+        ),
+    ] = False,
+    certify_rows: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="For --certify: generation_trans_*.jsonl to sample; with --profiles. May be "
+            "repeated. By default rows made of the demo's texts."
+        ),
+    ] = None,
+    certify_sample: Annotated[int, typer.Option(min=1, help="Rows to compare, at most.")] = 512,
+    certify_minutes: Annotated[
+        float, typer.Option(min=0, help="Stop the sample after so long; 64 rows are the least.")
+    ] = 10.0,
+    pack_tokens: PackTokens = TREE.pack_tokens,
+    attention_mib: AttentionMib = TREE.attention_bytes >> 20,
     host: Annotated[
         str,
         typer.Option(
@@ -65,20 +111,21 @@ def main(
     Loads the model, proves a warm-up score, then answers POST /v1/score and /v1/score/batch.
     GET /health/ready tells when; GET /docs lists every route.
     """
-    settings = Settings(model, revision, device, dtype, profiles)
-
-    def open_scorer() -> Scorer:
-        loaded = None if settings.profiles is None else read_profiles(settings.profiles)
-        return Scorer.open(
-            settings.model,
-            revision=settings.revision,
-            device=settings.device,
-            dtype=settings.dtype,
-            profiles=loaded,
-            max_text_chars=settings.max_text_chars,
-        )
-
-    dispatch = Dispatch(open_scorer, settings.max_waiting_rows)
+    settings = Settings(
+        model,
+        revision,
+        device,
+        dtype,
+        profiles,
+        engine.value,
+        TreeSettings(pack_tokens, attention_mib << 20),
+        certificate,
+        certify,
+        tuple(certify_rows or ()),
+        certify_sample,
+        certify_minutes,
+    )
+    dispatch = Dispatch(partial(open_scorer, settings), settings.max_waiting_rows)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:

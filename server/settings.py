@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from charrm.engines import TreeSettings
 from charrm.scorer import MAX_TEXT_CHARS
 
 
@@ -18,6 +19,13 @@ class Settings:
     device: str = "auto"
     dtype: str | None = None
     profiles: Path | None = None
+    engine: str = "eager"
+    tree: TreeSettings = field(default_factory=TreeSettings)
+    certificate: Path | None = None
+    certify: bool = False
+    certify_rows: tuple[Path, ...] = ()
+    certify_sample: int = 512
+    certify_minutes: float = 10.0
     max_text_chars: int = MAX_TEXT_CHARS
     max_body_bytes: int = 64 * 2**20
     max_rows: int = 10_000  # in one request, counted per metric

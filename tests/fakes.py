@@ -47,6 +47,8 @@ def fake_identity() -> Identity:
         protocol="charrm/1",
         is_protocol=True,
         engine="fake",
+        engine_settings={},
+        certificate="",
         dtype="bfloat16",
         device="none",
         source="nowhere",

@@ -20,7 +20,7 @@ ALLOWED = {
 HEAVY = {"torch", "transformers", "sentencepiece", "accelerate", "safetensors", "psutil", "numpy"}
 # Importable without the extra `serve`: the base install and the client live on these.
 LIGHT = ("__init__", "client", "errors", "files", "charactereval", "protocol", "published",
-         "results", "demo")  # fmt: skip
+         "results", "demo", "certificate", "cli")  # fmt: skip
 
 
 def imported(source: str, *, at_import: bool = False) -> set[str]:
@@ -100,7 +100,6 @@ def test_own_modules_are_followed() -> None:
     """The control: the scorer reaches a heavy module through its own imports."""
     source = (ROOT / "charrm" / "scorer.py").read_text(encoding="utf-8")
     assert {"checkpoint", "identity", "protocol", "runtime", "tokenizer"} <= own_modules(source)
-    assert imported(source, at_import=True) & HEAVY == set()
     checkpoint = (ROOT / "charrm" / "checkpoint.py").read_text(encoding="utf-8")
     assert "torch" in imported(checkpoint, at_import=True) & HEAVY
 

@@ -21,6 +21,15 @@ class Outcome:
     hidden: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class TreeSettings:
+    """What an operator may set for the tree engine; a certificate is bound to it."""
+
+    pack_tokens: int = 16384  # unique tokens computed together
+    attention_bytes: int = 1 << 30  # for the attention of one group
+    query_chunk: int = 256  # queries of one run
+
+
 class Engine(Protocol):
     """Computes rows of ids (each with its `</s>`, at most 4,096 long)."""
 
