@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -21,7 +23,7 @@ from rich.progress import track
 import charrm.engines.eager
 import charrm.model
 from bench.workload import PRESETS, SEED, BenchRow, random_model, read_rows, short_and_spread
-from charrm.engines import Outcome
+from charrm.engines import Outcome, classes, plan, tree
 from charrm.engines.classes import probe_classes
 from charrm.engines.eager import EagerEngine
 from charrm.engines.tree import TreeEngine
@@ -32,6 +34,13 @@ from charrm.runtime import apply_settings
 CPU = torch.device("cpu")
 
 
+class Part(str, Enum):
+    """What can be computed apart; the comparison needs both."""
+
+    eager = "eager"
+    tree = "tree"
+
+
 def main(
     folder: Annotated[Path, typer.Argument(help="A set, as `golden fetch` or `synth` leaves it.")],
     run: Annotated[Path, typer.Argument(help="Folder of the run; an interrupted one goes on.")],
@@ -40,15 +49,23 @@ def main(
     rows: Annotated[int, typer.Option(help="Distinct rows; the shortest of many roles.")] = 2000,
     spread: Annotated[int, typer.Option(help="How many of them spread over all lengths.")] = 40,
     processes: Annotated[int, typer.Option(help="Of the eager part.")] = 2,
-    eager_only: Annotated[bool, typer.Option(help="Stop before the tree.")] = False,
+    only: Annotated[Part | None, typer.Option(help="Compute one part and stop.")] = None,
 ) -> None:
     """Compare hidden state, logit and p of every row; one JSON line last, exit 1 if any differs."""
     run.mkdir(parents=True, exist_ok=True)
     chosen = _rows(folder, run, tokenizer, rows, spread)
-    _check_manifest(run, preset)
-    eager = _eager(run / "eager.jsonl", chosen, preset, processes)
-    if eager_only:
+    trees: dict[int, dict[str, dict[str, Any]]] = {}
+    if only in (None, Part.eager):
+        _check_manifest(run / "manifest.json", preset, [charrm.model, charrm.engines.eager])
+        eager = _eager(run / "eager.jsonl", chosen, preset, processes)
+    if only in (None, Part.tree):
+        modules = [charrm.model, charrm.engines.eager, tree, plan, classes]
+        _check_manifest(run / "manifest-tree.json", preset, modules)
+        trees = {n: _tree(run / f"tree-{n}.jsonl", chosen, preset, n) for n in (1, 2)}
+    if only is not None:
         return
+    # The eager rows came from single threads; a sample of them again with two.
+    again = _eager_sample(chosen, preset)
     result: dict[str, Any] = {
         "preset": preset,
         "rows": len(chosen),
@@ -56,30 +73,17 @@ def main(
         "shortest": min(len(row.ids) for row in chosen),
         "longest": max(len(row.ids) for row in chosen),
         "tokens": sum(len(row.ids) for row in chosen),
+        "eager_2_threads_rows": len(again),
     }
-    failed = False
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        apply_settings()
-        model = random_model(PRESETS[preset], CPU)
-        engine = TreeEngine(model, probe_classes(model, CPU))
-        different = []
-        for outcome, row in _tree(engine, chosen, f"tree, {threads} threads"):
-            if _bits(outcome) != {k: eager[row.slot][k] for k in ("hidden", "logit", "p")}:
-                different.append(row.slot)
-        result[f"different_tree_{threads}_threads"] = different
-        failed = failed or bool(different)
-    # The eager numbers above came from single threads; a sample of them again with two.
-    engine_two = EagerEngine(random_model(PRESETS[preset], CPU))
-    sample = sorted(chosen, key=lambda row: len(row.ids))[:: max(1, len(chosen) // 40)]
-    different = []
-    for row in track(sample, "eager, 2 threads"):
-        [outcome] = engine_two.score_tokens([row.ids], keep_hidden=True)
-        if _bits(outcome) != {k: eager[row.slot][k] for k in ("hidden", "logit", "p")}:
-            different.append(row.slot)
-    result |= {"eager_2_threads_rows": len(sample), "different_eager_2_threads": different}
-    print(json.dumps(result))
-    raise typer.Exit(1 if failed or different else 0)
+    different = {f"tree_{n}_threads": _different(found, eager) for n, found in trees.items()}
+    different["eager_2_threads"] = _different(again, eager)
+    print(json.dumps(result | {"different": different}))
+    raise typer.Exit(1 if any(different.values()) else 0)
+
+
+def _different(found: dict[str, dict[str, Any]], eager: dict[str, dict[str, Any]]) -> list[str]:
+    names = ("hidden", "logit", "p")
+    return [slot for slot, bits in found.items() if any(bits[n] != eager[slot][n] for n in names)]
 
 
 def _rows(folder: Path, run: Path, tokenizer: Path, count: int, spread: int) -> list[BenchRow]:
@@ -92,19 +96,18 @@ def _rows(folder: Path, run: Path, tokenizer: Path, count: int, spread: int) -> 
     return [BenchRow(**row) for row in json.loads(kept.read_text(encoding="utf-8"))]
 
 
-def _check_manifest(run: Path, preset: str) -> None:
-    """Refuse to mix runs: what decides the eager numbers must be as it was."""
-    sources = [charrm.model.__file__, charrm.engines.eager.__file__]
+def _check_manifest(path: Path, preset: str, modules: Sequence[ModuleType]) -> None:
+    """Refuse to mix runs: what decides the numbers must be as it was."""
+    sources = [Path(str(module.__file__)) for module in modules]
     manifest = {
         "preset": preset,
         "seed": SEED,
         "torch": str(torch.__version__),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "forward": [hashlib.sha256(Path(s).read_bytes()).hexdigest() for s in sources],
+        "forward": [hashlib.sha256(path.read_bytes()).hexdigest() for path in sources],
     }
-    path = run / "manifest.json"
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != manifest:
-        raise BadFile(f"{path}: the run was started with another preset, torch or forward.")
+        raise BadFile(f"{path}: the run was started with another preset, torch or code.")
     path.write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -138,14 +141,35 @@ _worker: EagerEngine
 
 
 def _tree(
-    engine: TreeEngine, rows: Sequence[BenchRow], label: str
-) -> Iterable[tuple[Outcome | RowError, BenchRow]]:
+    path: Path, rows: Sequence[BenchRow], preset: str, threads: int
+) -> dict[str, dict[str, Any]]:
+    """All rows by role, so that a killed run loses one role."""
     by_role: dict[str, list[BenchRow]] = {}
-    for row in rows:
-        by_role.setdefault(row.role, []).append(row)
-    for group in track(list(by_role.values()), label):
-        outcomes = engine.score_tokens([row.ids for row in group], keep_hidden=True)
-        yield from zip(outcomes, group, strict=True)
+    with Ledger(path) as ledger:
+        for row in rows:
+            if row.slot not in ledger.entries:
+                by_role.setdefault(row.role, []).append(row)
+        if by_role:
+            torch.set_num_threads(threads)
+            apply_settings()
+            model = random_model(PRESETS[preset], CPU)
+            engine = TreeEngine(model, probe_classes(model, CPU))
+            for group in track(list(by_role.values()), f"tree, {threads} threads"):
+                outcomes = engine.score_tokens([row.ids for row in group], keep_hidden=True)
+                for outcome, row in zip(outcomes, group, strict=True):
+                    ledger.append(row.slot, _bits(outcome))
+        return dict(ledger.entries)
+
+
+def _eager_sample(rows: Sequence[BenchRow], preset: str) -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(2)
+    engine = EagerEngine(random_model(PRESETS[preset], CPU))
+    sample = sorted(rows, key=lambda row: len(row.ids))[:: max(1, len(rows) // 40)]
+    found = {}
+    for row in track(sample, "eager, 2 threads"):
+        [outcome] = engine.score_tokens([row.ids], keep_hidden=True)
+        found[row.slot] = _bits(outcome)
+    return found
 
 
 def _bits(outcome: Outcome | RowError) -> dict[str, Any]:

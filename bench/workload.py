@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,29 +60,39 @@ class BenchRow:
     ids: list[int]
 
 
-def read_rows(folder: Path, tokenizer: Path, keep: Callable[[str, str], bool]) -> list[BenchRow]:
-    """Tokenize the rows of a set (`data/character_profiles.json`, `results/*`).
-
-    `keep(model, role)` chooses. Raises BadFile and what the tokenizer folder lacks.
-    """
-    from charrm.tokenizer import load_tokenizer  # random ids need no transformers
-
-    encode = load_tokenizer(tokenizer).encode_text
-    profiles = read_profiles(folder / "data" / "character_profiles.json")
+def result_files(folder: Path) -> dict[str, Path]:
+    """The result files of a set by generating model, in the order of names. Raises BadFile."""
     files = sorted((folder / "results").glob("generation_trans_*.jsonl"))
     if not files:
         raise BadFile(
             f"{folder / 'results'}: no generation_trans_*.jsonl; expected a set as "
             "`python -m golden fetch` or `synth` leaves it."
         )
+    return {path.stem.removeprefix("generation_trans_"): path for path in files}
+
+
+def read_rows(
+    folder: Path,
+    tokenizer: Path,
+    keep: Callable[[str, str], bool],
+    tests: Collection[str] | None = None,
+) -> list[BenchRow]:
+    """Tokenize the rows of a set (`data/character_profiles.json`, `results/*`).
+
+    `keep(model, role)` chooses, and `tests` the test ids, None being all. Raises BadFile and what
+    the tokenizer folder lacks.
+    """
+    from charrm.tokenizer import load_tokenizer  # random ids need no transformers
+
+    files = result_files(folder)
+    encode = load_tokenizer(tokenizer).encode_text
+    profiles = read_profiles(folder / "data" / "character_profiles.json")
     rows = []
-    for path in files:
-        model = path.stem.removeprefix("generation_trans_")
+    for model, path in files.items():
         for place, row in enumerate(read_trans(path)):
-            role = str(row.fields["role"])
-            if keep(model, role):
+            role, test_id = str(row.fields["role"]), str(row.fields["id"])
+            if keep(model, role) and (tests is None or test_id in tests):
                 ids, _ = keep_last(encode(compose(to_row(row, profiles)).text))
-                test_id = str(row.fields["id"])
                 rows.append(BenchRow(f"{model}/{place:05d}", role, test_id, ids))
     return rows
 
