@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -123,6 +124,18 @@ def test_a_model_that_cannot_be_opened_ends_the_process(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert f"checkpoint_incomplete: {tmp_path}: missing config.json" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_tree_without_a_certificate_ends_the_process(
+    demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "server", "--model", str(demo_checkpoint), "--port", "0",
+               "--engine", "tree", "--device", "cpu"]  # fmt: skip
+    environment = {**os.environ, "CHARRM_CACHE": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 1
+    assert "not_certified: the tree engine has no certificate here" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
