@@ -38,11 +38,12 @@ from bench.measure import (
     sample_indices,
 )
 from bench.workload import PRESETS, SEED, random_model, shaped_rows
+from charrm.cli import run as run_commands
 from charrm.engines import Outcome
 from charrm.engines.classes import probe_classes
 from charrm.engines.eager import EagerEngine
 from charrm.engines.tree import TreeEngine
-from charrm.errors import CharrmError, NotCertified, NotFinite, RowError
+from charrm.errors import NotCertified, NotFinite, RowError
 from charrm.files import write_atomically
 from charrm.model import CharRM
 from charrm.protocol import MAX_TOKENS, score_from_p
@@ -412,11 +413,7 @@ STEPS: tuple[tuple[str, float, Step], ...] = (
 
 def main() -> None:
     """Run the command; a charrm error becomes its message and exit status 2."""
-    try:
-        app()
-    except CharrmError as error:
-        err.print(f"{error.kind}: {error.message}", style="red", markup=False)
-        sys.exit(2)
+    run_commands(app)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from bench.controls import CONTROLS
 from bench.measure import FORMULA, Rows, Shape, Workload, describe, interleave, summarise
 from bench.workload import PRESETS, SEED, random_model, read_rows, result_files, shaped_rows
 from charrm.charactereval import read_trans
+from charrm.cli import run as run_commands
 from charrm.engines import Engine
 from charrm.engines.classes import probe_classes
 from charrm.engines.eager import EagerEngine
 from charrm.engines.tree import TreeEngine
-from charrm.errors import CharrmError
 from charrm.model import CharRM
 from charrm.runtime import apply_settings, describe_device, environment, parse_device
 
@@ -342,11 +342,7 @@ def _panel(entry: dict[str, Any]) -> Panel:
 
 def main() -> None:
     """Run the command; a charrm error becomes its message and exit status 2."""
-    try:
-        app()
-    except CharrmError as error:
-        err.print(f"{error.kind}: {error.message}", style="red", markup=False)
-        sys.exit(2)
+    run_commands(app)
 
 
 if __name__ == "__main__":

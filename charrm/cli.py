@@ -61,7 +61,7 @@ def certify(
     profiles: Annotated[
         Path | None, typer.Option(envvar="CHARRM_PROFILES", help="character_profiles.json.")
     ] = None,
-    sample: Annotated[int, typer.Option(min=1, help="Rows to compare, at most.")] = 512,
+    sample: Annotated[int, typer.Option(min=64, help="Rows to compare, at most.")] = 512,
     minutes: Annotated[
         float, typer.Option(min=0, help="Stop the sample after so long; 64 rows are the least.")
     ] = 10.0,
@@ -104,13 +104,18 @@ def _families(certificate: Certificate) -> Table:
     return table
 
 
-def main() -> None:
-    """Run a command; a charrm error becomes its message and exit status 2."""
+def run(commands: typer.Typer) -> None:
+    """Run any room's commands; a charrm error becomes its message and exit status 2."""
     try:
-        app()
+        commands()
     except CharrmError as error:
         err.print(f"{error.kind}: {error.message}", style="red", markup=False)
         sys.exit(2)
+
+
+def main() -> None:
+    """The `charrm` command."""
+    run(app)
 
 
 if __name__ == "__main__":

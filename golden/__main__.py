@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from charrm.errors import CharrmError
+from charrm.cli import run as run_commands
 from golden.criteria import DEFAULT, Outcome, Verdict, exit_code, read_criteria
 from golden.structure import check_structure
 
@@ -205,11 +204,7 @@ def _verdict_table(verdicts: list[Verdict]) -> Table:
 
 def main() -> None:
     """Run the command; a charrm error becomes its message and exit status 2."""
-    try:
-        app()
-    except CharrmError as error:
-        err.print(f"{error.kind}: {error.message}", style="red", markup=False)
-        sys.exit(2)
+    run_commands(app)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def main(
             "repeated. By default rows made of the demo's texts."
         ),
     ] = None,
-    certify_sample: Annotated[int, typer.Option(min=1, help="Rows to compare, at most.")] = 512,
+    certify_sample: Annotated[int, typer.Option(min=64, help="Rows to compare, at most.")] = 512,
     certify_minutes: Annotated[
         float, typer.Option(min=0, help="Stop the sample after so long; 64 rows are the least.")
     ] = 10.0,

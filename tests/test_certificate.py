@@ -253,8 +253,8 @@ def test_a_single_wrong_bit_in_one_order_is_enough(
 def test_too_little_time_is_no_certificate(eager: Scorer, short_sample: list[list[int]]) -> None:
     with pytest.raises(NotCertified, match=r"0 minutes were enough for 0 .* needs 64"):
         certify(eager, short_sample, SETTINGS, minutes=0)
-    with pytest.raises(NotCertified, match="needs 64"):
-        certify(eager, [], SETTINGS)
+    with pytest.raises(NotCertified, match="63 of the sample's 63 rows; a certificate needs 64"):
+        certify(eager, short_sample[:63], SETTINGS)
 
 
 def test_adversarial_rows_meet_every_edge() -> None:
@@ -376,12 +376,12 @@ def test_the_command(
         return certificate
 
     monkeypatch.setattr(certifying, "certify", issue)
-    arguments = ["certify", "--model", str(demo_checkpoint), "--device", "cpu", "--sample", "3",
+    arguments = ["certify", "--model", str(demo_checkpoint), "--device", "cpu", "--sample", "65",
                  "--minutes", "0.5", "--pack-tokens", "77", "--attention-mib", "9",
                  "--output", str(tmp_path / "c.json")]  # fmt: skip
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0
-    assert (given["rows"], given["minutes"]) == (3, 0.5)
+    assert (given["rows"], given["minutes"]) == (65, 0.5)
     assert given["settings"] == TreeSettings(77, 9 << 20)
     assert read_certificate(tmp_path / "c.json") == certificate
     assert certificate.digest in done.output
