@@ -75,7 +75,7 @@ def certify(
 
     hard = list(adversarial_rows(eager.model.config.vocab_size, classes))
     wanted = _run(eager, hard, report, "adversarial rows, official order")
-    counts = _compare(tree, hard, wanted)
+    counts, _ = _compare(tree, hard, wanted)
 
     # Neighbours share; whatever is computed before the time is over keeps them together.
     easy = [Case("sample", list(ids)) for ids in sample]
@@ -89,10 +89,8 @@ def certify(
             f"{minutes:g} minutes were enough for {len(easy)} of the sample's {len(sample)} rows; "
             f"a certificate needs {LEAST_SAMPLE}. Give it more minutes or more rows."
         )
-    at = time.perf_counter()
-    tree.score_tokens([case.ids for case in easy])
-    seconds["tree"] = time.perf_counter() - at
-    counts |= _compare(tree, easy, expected)
+    sampled, seconds["tree"] = _compare(tree, easy, expected)
+    counts |= sampled
     seconds["all"] = time.perf_counter() - begin
 
     saved = (seconds["eager"] - seconds["tree"]) / len(easy)
@@ -240,8 +238,11 @@ def _run(
 
 def _compare(
     tree: TreeEngine, cases: Sequence[Case], expected: Sequence[Outcome]
-) -> dict[str, int]:
-    """Rows per family; raises NotCertified at the first order in which any bit differs."""
+) -> tuple[dict[str, int], float]:
+    """Rows per family, and the tree's seconds for all of them together.
+
+    Raises NotCertified at the first order in which any bit differs.
+    """
     order = random.Random(SEED).sample(range(len(cases)), len(cases))
     half = len(order) // 2
     orders = {
@@ -249,12 +250,14 @@ def _compare(
         "in another order and company": [order[:half], order[half:]],
         "alone": [[i] for i in range(0, len(cases), 8)],
     }
+    seconds = dict.fromkeys(orders, 0.0)
     for name, calls in orders.items():
         for call in calls:
             chosen = [cases[i] for i in call]
-            found = _good(
-                tree.score_tokens([case.ids for case in chosen], keep_hidden=True), chosen
-            )
+            begin = time.perf_counter()
+            outcomes = tree.score_tokens([case.ids for case in chosen], keep_hidden=True)
+            seconds[name] += time.perf_counter() - begin
+            found = _good(outcomes, chosen)
             wrong = [
                 f"{case.family} ({len(case.ids)} tokens): p {outcome.p}, official {expected[i].p}"
                 for i, case, outcome in zip(call, chosen, found, strict=True)
@@ -269,7 +272,7 @@ def _compare(
     counts: dict[str, int] = {}
     for case in cases:
         counts[case.family] = counts.get(case.family, 0) + 1
-    return counts
+    return counts, seconds["together"]
 
 
 def _good(outcomes: Sequence[Outcome | RowError], cases: Sequence[Case]) -> list[Outcome]:

@@ -20,6 +20,15 @@ out = Console(soft_wrap=True)
 err = Console(stderr=True, soft_wrap=True)
 
 _DEFAULTS = TreeSettings()
+# Options that the server has as well.
+Revision = Annotated[
+    str | None,
+    typer.Option(envvar="CHARRM_REVISION", help="Commit of a hub id; the audited by default."),
+]
+Sample = Annotated[int, typer.Option(min=64, help="Rows to compare, at most.")]
+Minutes = Annotated[
+    float, typer.Option(min=0, help="Stop the sample after so long; 64 rows are the least.")
+]
 PackTokens = Annotated[
     int,
     typer.Option(
@@ -44,10 +53,7 @@ def certify(
     model: Annotated[
         str, typer.Option(envvar="CHARRM_MODEL", help="Folder in the published layout, or a hub id")
     ],
-    revision: Annotated[
-        str | None,
-        typer.Option(envvar="CHARRM_REVISION", help="Commit of a hub id; the audited by default."),
-    ] = None,
+    revision: Revision = None,
     device: Annotated[
         str, typer.Option(envvar="CHARRM_DEVICE", help="auto, cpu, cuda or cuda:N.")
     ] = "auto",
@@ -61,10 +67,8 @@ def certify(
     profiles: Annotated[
         Path | None, typer.Option(envvar="CHARRM_PROFILES", help="character_profiles.json.")
     ] = None,
-    sample: Annotated[int, typer.Option(min=64, help="Rows to compare, at most.")] = 512,
-    minutes: Annotated[
-        float, typer.Option(min=0, help="Stop the sample after so long; 64 rows are the least.")
-    ] = 10.0,
+    sample: Sample = 512,
+    minutes: Minutes = 10.0,
     pack_tokens: PackTokens = _DEFAULTS.pack_tokens,
     attention_mib: AttentionMib = _DEFAULTS.attention_bytes >> 20,
     output: Annotated[

@@ -14,7 +14,7 @@ import typer
 import uvicorn
 from rich.console import Console
 
-from charrm.cli import AttentionMib, PackTokens
+from charrm.cli import AttentionMib, Minutes, PackTokens, Revision, Sample
 from charrm.engines import TreeSettings
 from charrm.errors import CharrmError
 from server.app import create_app
@@ -41,10 +41,7 @@ def main(
             help="Folder in the published layout, or a hub id such as morecry/BaichuanCharRM.",
         ),
     ],
-    revision: Annotated[
-        str | None,
-        typer.Option(envvar="CHARRM_REVISION", help="Commit of a hub id; the audited by default."),
-    ] = None,
+    revision: Revision = None,
     device: Annotated[
         str, typer.Option(envvar="CHARRM_DEVICE", help="auto, cpu, cuda (all GPUs) or cuda:N.")
     ] = "auto",
@@ -92,10 +89,8 @@ def main(
             "repeated. By default rows made of the demo's texts."
         ),
     ] = None,
-    certify_sample: Annotated[int, typer.Option(min=64, help="Rows to compare, at most.")] = 512,
-    certify_minutes: Annotated[
-        float, typer.Option(min=0, help="Stop the sample after so long; 64 rows are the least.")
-    ] = 10.0,
+    certify_sample: Sample = 512,
+    certify_minutes: Minutes = 10.0,
     pack_tokens: PackTokens = TREE.pack_tokens,
     attention_mib: AttentionMib = TREE.attention_bytes >> 20,
     host: Annotated[
