@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,7 @@ from rich.progress import track
 import charrm.engines.eager
 import charrm.model
 from bench.workload import PRESETS, SEED, BenchRow, random_model, read_rows, short_and_spread
-from charrm.engines import Outcome, classes, plan, tree
+from charrm.engines import Outcome, TreeSettings, classes, plan, tree
 from charrm.engines.classes import probe_classes
 from charrm.engines.eager import EagerEngine
 from charrm.engines.tree import TreeEngine
@@ -60,7 +61,7 @@ def main(
         eager = _eager(run / "eager.jsonl", chosen, preset, processes)
     if only in (None, Part.tree):
         modules = [charrm.model, charrm.engines.eager, tree, plan, classes]
-        _check_manifest(run / "manifest-tree.json", preset, modules)
+        _check_manifest(run / "manifest-tree.json", preset, modules, **asdict(TreeSettings()))
         trees = {n: _tree(run / f"tree-{n}.jsonl", chosen, preset, n) for n in (1, 2)}
     if only is not None:
         return
@@ -96,7 +97,9 @@ def _rows(folder: Path, run: Path, tokenizer: Path, count: int, spread: int) -> 
     return [BenchRow(**row) for row in json.loads(kept.read_text(encoding="utf-8"))]
 
 
-def _check_manifest(path: Path, preset: str, modules: Sequence[ModuleType]) -> None:
+def _check_manifest(
+    path: Path, preset: str, modules: Sequence[ModuleType], **settings: int
+) -> None:
     """Refuse to mix runs: what decides the numbers must be as it was."""
     sources = [Path(str(module.__file__)) for module in modules]
     manifest = {
@@ -105,6 +108,7 @@ def _check_manifest(path: Path, preset: str, modules: Sequence[ModuleType]) -> N
         "torch": str(torch.__version__),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "forward": [hashlib.sha256(path.read_bytes()).hexdigest() for path in sources],
+        **settings,
     }
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != manifest:
         raise BadFile(f"{path}: the run was started with another preset, torch or code.")

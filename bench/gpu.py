@@ -38,8 +38,9 @@ from bench.measure import (
     sample_indices,
 )
 from bench.workload import PRESETS, SEED, random_model, shaped_rows
+from charrm.cli import TREE, AttentionMib, BlockTokens, PackTokens
 from charrm.cli import run as run_commands
-from charrm.engines import Outcome
+from charrm.engines import Outcome, TreeSettings
 from charrm.engines.classes import probe_classes
 from charrm.engines.eager import EagerEngine
 from charrm.engines.tree import TreeEngine
@@ -69,7 +70,7 @@ class Run:
     preset: str
     largest: int
     rows: list[list[int]]
-    limits: dict[str, int]  # of the tree
+    settings: TreeSettings
     token_ratio: float
     step: str = "run"
     deadline: float = 0.0
@@ -111,8 +112,9 @@ def gpu(
         typer.Option(min=64, max=MAX_TOKENS, help="Longest row and attention width; the linears "
                      "see 8 times as many rows. Default: 4096 for 13b, less for the small ones."),
     ] = None,
-    pack_tokens: Annotated[int, typer.Option(help="Tree: tokens computed together.")] = 16384,
-    attention_mib: Annotated[int, typer.Option(help="Tree: MiB for attention.")] = 1024,
+    pack_tokens: PackTokens = TREE.pack_tokens,
+    attention_mib: AttentionMib = TREE.attention_bytes >> 20,
+    block_tokens: BlockTokens = TREE.block_tokens,
     token_ratio: Annotated[
         float, typer.Option(help="Of the published rows, tokens over those of their tree.")
     ] = 24.7,
@@ -133,12 +135,13 @@ def gpu(
         results = (out / "results.jsonl").open("xb", buffering=0)
     except FileExistsError:
         raise typer.BadParameter(f"{out / 'results.jsonl'} exists; name a new folder.") from None
-    limits = {"pack_tokens": pack_tokens, "attention_bytes": attention_mib << 20}
+    settings = TreeSettings(pack_tokens, attention_mib << 20, block_tokens)
     ids = official_rows(PRESETS[preset].vocab_size, rows, longest)
-    run = Run(results, place, preset, longest, ids, limits, token_ratio)
+    run = Run(results, place, preset, longest, ids, settings, token_ratio)
     with results:
-        run.keep(device=describe_device(place), preset=preset, rows=rows, largest=longest, **limits,
-                 minutes=minutes, charrm=charrm.__version__, seed=SEED)  # fmt: skip
+        run.keep(device=describe_device(place), preset=preset, rows=rows, largest=longest,
+                 minutes=minutes, charrm=charrm.__version__, seed=SEED,
+                 **asdict(settings))  # fmt: skip
         statuses = run.summary["steps"] = run_steps(run, begin, 60 * minutes)
     run.summary["seconds"] = round(time.monotonic() - begin, 2)
     text = json.dumps(run.summary, allow_nan=False)
@@ -348,7 +351,7 @@ def open_tree(run: Run) -> TreeEngine | None:
     try:
         classes = probe_classes(model, run.device)
         run.keep(classes=asdict(classes), probe_seconds=time.perf_counter() - begin)
-        return TreeEngine(model, classes, **run.limits)
+        return TreeEngine(model, classes, run.settings)
     except NotCertified as error:
         run.keep(not_certified=error.message, probe_seconds=time.perf_counter() - begin)
     except Exception as error:

@@ -21,8 +21,9 @@ from rich.table import Table
 
 from bench.measure import Memory
 from bench.workload import PRESETS, random_model, shaped_rows
+from charrm.engines import TreeSettings
 from charrm.engines.classes import probe_classes
-from charrm.engines.tree import TreeEngine, workspace_bytes
+from charrm.engines.tree import TreeEngine
 from charrm.runtime import apply_settings
 
 CPU = torch.device("cpu")
@@ -64,10 +65,8 @@ def measure(preset: str, pack_tokens: int, attention_mib: int) -> dict[str, int]
     apply_settings()
     config = replace(PRESETS[preset], num_hidden_layers=1)
     model = random_model(config, CPU)
-    engine = TreeEngine(
-        model, probe_classes(model, CPU), pack_tokens=pack_tokens,
-        attention_bytes=attention_mib << 20,
-    )  # fmt: skip
+    settings = TreeSettings(pack_tokens, attention_mib << 20)
+    engine = TreeEngine(model, probe_classes(model, CPU), settings)
     roles = 1 + pack_tokens // 1000
     rows = shaped_rows(config.vocab_size, roles=roles, contexts=3, metrics=3)
     pack = max(engine.plan(rows).packs, key=lambda pack: len(pack.tokens))
@@ -78,11 +77,10 @@ def measure(preset: str, pack_tokens: int, attention_mib: int) -> dict[str, int]
     peak = memory.growth()
     if peak is None:
         raise RuntimeError("VmHWM cannot be read or reset here.")
-    dtype = model.score.weight.dtype
     return {
         "pack_tokens": pack_tokens,
         "tokens": len(pack.tokens),
-        "bound_bytes": workspace_bytes(config, dtype, engine.limits),
+        "bound_bytes": engine.workspace_bytes(),
         "peak_bytes": peak,
     }
 

@@ -22,8 +22,9 @@ from bench.controls import CONTROLS
 from bench.measure import FORMULA, Rows, Shape, Workload, describe, interleave, summarise
 from bench.workload import PRESETS, SEED, random_model, read_rows, result_files, shaped_rows
 from charrm.charactereval import read_trans
+from charrm.cli import TREE, AttentionMib, BlockTokens, PackTokens
 from charrm.cli import run as run_commands
-from charrm.engines import Engine
+from charrm.engines import Engine, TreeSettings
 from charrm.engines.classes import probe_classes
 from charrm.engines.eager import EagerEngine
 from charrm.engines.tree import TreeEngine
@@ -83,8 +84,9 @@ def offline(
     threads: Annotated[
         int | None, typer.Option(min=1, help="torch's on the CPU. Default: its own choice.")
     ] = None,
-    pack_tokens: Annotated[int, typer.Option(help="Tree: tokens computed together.")] = 16384,
-    attention_mib: Annotated[int, typer.Option(help="Tree: MiB for attention.")] = 1024,
+    pack_tokens: PackTokens = TREE.pack_tokens,
+    attention_mib: AttentionMib = TREE.attention_bytes >> 20,
+    block_tokens: BlockTokens = TREE.block_tokens,
     plot: Annotated[Path | None, typer.Option(help="SVG of speed and differences.")] = None,
 ) -> None:  # fmt: skip
     """Speed, memory and scores of every engine on the same rows, compared with eager.
@@ -115,8 +117,8 @@ def offline(
     _check_ids(preset, workloads)
 
     begin = time.perf_counter()
-    limits = {"pack_tokens": pack_tokens, "attention_bytes": attention_mib << 20}
-    made = make_engines(names, random_model(PRESETS[preset], place), place, limits)
+    settings = TreeSettings(pack_tokens, attention_mib << 20, block_tokens)
+    made = make_engines(names, random_model(PRESETS[preset], place), place, settings)
     setup = time.perf_counter() - begin
     console = Console(width=None if sys.stdout.isatty() else 132)
     tree = made.get("tree")
@@ -144,7 +146,7 @@ def offline(
         "rows_from": set_folder.name if set_folder else f"shaped_rows(scale={scale:g})",
         "model": model,
         "repeats": repeats,
-        **limits,
+        **asdict(settings),
         "charrm": charrm.__version__,
         "torch": str(torch.__version__),
         "device": describe_device(place),
@@ -244,16 +246,16 @@ def set_rows(
 
 
 def make_engines(
-    names: Sequence[str], model: CharRM, device: torch.device, limits: dict[str, int]
+    names: Sequence[str], model: CharRM, device: torch.device, settings: TreeSettings
 ) -> dict[str, Engine]:
-    """Open engines by name, in this order; `limits` are the tree's. Raises NotCertified where the
-    machine allows no sharing, InvalidSetting for limits that are too small."""
+    """Open engines by name, in this order; `settings` are the tree's. Raises NotCertified where the
+    machine allows no sharing, InvalidSetting for settings that are too small."""
     made: dict[str, Engine] = {}
     for name in names:
         if name == "eager":
             made[name] = EagerEngine(model)
         elif name == "tree":
-            made[name] = TreeEngine(model, probe_classes(model, device), **limits)
+            made[name] = TreeEngine(model, probe_classes(model, device), settings)
         else:
             made[name] = CONTROLS[name](model)
     return made

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import cycle
 from pathlib import Path
@@ -70,7 +70,7 @@ def certify(
     device = eager.model.score.weight.device
     begin = time.perf_counter()
     classes = probe_classes(eager.model, device)
-    tree = TreeEngine(eager.model, classes, **asdict(settings))
+    tree = TreeEngine(eager.model, classes, settings)
     seconds = {"probe": time.perf_counter() - begin}
 
     hard = list(adversarial_rows(eager.model.config.vocab_size, classes))

@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__d
 out = Console(soft_wrap=True)
 err = Console(stderr=True, soft_wrap=True)
 
-_DEFAULTS = TreeSettings()
+TREE = TreeSettings()
 # Options that the server has as well.
 Revision = Annotated[
     str | None,
@@ -39,6 +39,12 @@ AttentionMib = Annotated[
     int,
     typer.Option(
         envvar="CHARRM_ATTENTION_MIB", min=1, help="Tree engine: MiB for attention at a time."
+    ),
+]
+BlockTokens = Annotated[
+    int,
+    typer.Option(
+        envvar="CHARRM_BLOCK_TOKENS", min=32, help="Tree engine: tokens that a linear sees at once."
     ),
 ]
 
@@ -69,8 +75,9 @@ def certify(
     ] = None,
     sample: Sample = 512,
     minutes: Minutes = 10.0,
-    pack_tokens: PackTokens = _DEFAULTS.pack_tokens,
-    attention_mib: AttentionMib = _DEFAULTS.attention_bytes >> 20,
+    pack_tokens: PackTokens = TREE.pack_tokens,
+    attention_mib: AttentionMib = TREE.attention_bytes >> 20,
+    block_tokens: BlockTokens = TREE.block_tokens,
     output: Annotated[
         Path | None, typer.Option(help="Where to write; by default where the server looks.")
     ] = None,
@@ -87,7 +94,7 @@ def certify(
     from charrm.certify import choose_sample, show_progress
     from charrm.scorer import Scorer
 
-    settings = TreeSettings(pack_tokens, attention_mib << 20)
+    settings = TreeSettings(pack_tokens, attention_mib << 20, block_tokens)
     scorer = Scorer.open(model, revision=revision, device=device)
     chosen = choose_sample(scorer, rows or [], profiles, sample)
     with show_progress() as report:

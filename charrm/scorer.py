@@ -15,7 +15,7 @@ from charrm.certificate import bound_to, find_certificate
 from charrm.checkpoint import find_checkpoint, load_model
 from charrm.engines import Engine, Outcome, TreeSettings
 from charrm.engines.eager import EagerEngine
-from charrm.engines.tree import TreeEngine, workspace_bytes
+from charrm.engines.tree import TreeEngine
 from charrm.errors import EngineFailed, InvalidSetting, NotFinite, RowError, TooLongText
 from charrm.identity import Identity, audit, code_digest, digest_files
 from charrm.placement import check_free
@@ -141,7 +141,7 @@ class Scorer:
             raise InvalidSetting(f"a tree engine starts from the eager one, not {self.engine.name}")
         settings = settings or TreeSettings()
         valid = find_certificate(bound_to(self.identity, settings), certificate)
-        tree = TreeEngine(self.engine.model, valid.numeric_classes(), **asdict(settings))
+        tree = TreeEngine(self.engine.model, valid.numeric_classes(), settings)
         model = self.engine.model
         device, *others = {weight.device for weight in model.parameters()}
         if others:
@@ -149,7 +149,7 @@ class Scorer:
                 "the tree engine needs the model on one device, here it is spread over "
                 f"{1 + len(others)}; use the eager engine."
             )
-        check_free(device, workspace_bytes(model.config, model.score.weight.dtype, tree.limits))
+        check_free(device, tree.workspace_bytes())
         identity = replace(
             self.identity,
             engine=tree.name,

@@ -14,7 +14,7 @@ import typer
 import uvicorn
 from rich.console import Console
 
-from charrm.cli import AttentionMib, Minutes, PackTokens, Revision, Sample
+from charrm.cli import TREE, AttentionMib, BlockTokens, Minutes, PackTokens, Revision, Sample
 from charrm.engines import TreeSettings
 from charrm.errors import CharrmError
 from server.app import create_app
@@ -23,7 +23,6 @@ from server.opening import open_scorer
 from server.settings import Settings
 
 log = logging.getLogger("uvicorn.error")
-TREE = TreeSettings()
 
 
 class EngineName(str, Enum):
@@ -93,6 +92,7 @@ def main(
     certify_minutes: Minutes = 10.0,
     pack_tokens: PackTokens = TREE.pack_tokens,
     attention_mib: AttentionMib = TREE.attention_bytes >> 20,
+    block_tokens: BlockTokens = TREE.block_tokens,
     host: Annotated[
         str,
         typer.Option(
@@ -113,7 +113,7 @@ def main(
         dtype,
         profiles,
         engine.value,
-        TreeSettings(pack_tokens, attention_mib << 20),
+        TreeSettings(pack_tokens, attention_mib << 20, block_tokens),
         certificate,
         certify,
         tuple(certify_rows or ()),

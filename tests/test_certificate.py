@@ -158,7 +158,7 @@ def other_tokenizer_settings(folder: Path, _: pytest.MonkeyPatch) -> None:
         (other_kernels, SETTINGS, "numeric_fingerprint was"),
         (other_tokenizer_settings, SETTINGS, "content was"),
         (lambda *_: None, replace(SETTINGS, pack_tokens=2001), "pack_tokens was 2000, is 2001"),
-        (lambda *_: None, replace(SETTINGS, query_chunk=255), "query_chunk was 256, is 255"),
+        (lambda *_: None, replace(SETTINGS, query_chunk=255), "query_chunk was 128, is 255"),
     ],
     ids=["weights", "torch", "threads", "code", "kernels", "tokenizer", "pack", "chunk"],
 )

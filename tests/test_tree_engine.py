@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from charrm import Row, Scorer
 from charrm.demo import demo_rows
-from charrm.engines import Outcome, tree
+from charrm.engines import Outcome, TreeSettings, tree
 from charrm.engines.classes import NumericClasses, environment_facts, probe_classes
 from charrm.engines.eager import EagerEngine
-from charrm.engines.tree import TreeEngine, workspace_bytes
+from charrm.engines.tree import TreeEngine
 from charrm.errors import EngineFailed, InvalidSetting, NotCertified, OutOfMemory, RowError
-from charrm.model import CharRM, ModelConfig
+from charrm.model import CharRM, DecoderLayer, ModelConfig
 
 CPU = torch.device("cpu")
 VOCAB = 300
@@ -104,7 +105,7 @@ def test_related_rows_keep_their_bits(
     model: CharRM, classes: NumericClasses, expected: list[Outcome], pack_tokens: int, which: str
 ) -> None:
     used = classes if which == "measured" else documented(classes)
-    engine = TreeEngine(model, used, pack_tokens=pack_tokens)
+    engine = TreeEngine(model, used, TreeSettings(pack_tokens=pack_tokens))
     assert differing(compute(engine, related_rows()), expected) == []
     assert len({outcome.p for outcome in expected}) > 10
 
@@ -113,8 +114,35 @@ def test_related_rows_keep_their_bits(
 def test_chunks_and_a_small_attention_keep_the_bits(
     model: CharRM, classes: NumericClasses, expected: list[Outcome], query_chunk: int
 ) -> None:
-    engine = TreeEngine(model, classes, query_chunk=query_chunk, attention_bytes=3_000_000)
+    engine = TreeEngine(
+        model, classes, TreeSettings(query_chunk=query_chunk, attention_bytes=3_000_000)
+    )
     assert differing(compute(engine, related_rows()), expected) == []
+
+
+def test_linears_and_mlps_see_blocks(
+    model: CharRM,
+    classes: NumericClasses,
+    expected: list[Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each entry once per layer, in even blocks within the setting."""
+    rows = [row for row in related_rows() if len(row) >= classes.min_length]
+    want = [expected[related_rows().index(row)] for row in rows]
+    engine = TreeEngine(model, classes, TreeSettings(block_tokens=100))
+    layer = model.model.layers[0]
+    assert isinstance(layer, DecoderLayer)
+    for module in (layer.self_attn.W_pack, layer.self_attn.o_proj, layer.mlp):
+        seen: list[int] = []
+
+        def spy(x: Tensor, seen: list[int] = seen, run: Any = module.forward) -> Any:
+            seen.append(x.shape[1])
+            return run(x)
+
+        monkeypatch.setattr(module, "forward", spy)
+        assert differing(compute(engine, rows), want) == []
+        assert 50 <= min(seen) <= max(seen) <= 100
+        assert sum(seen) == engine.plan(rows).unique_tokens
 
 
 def test_keys_reach_the_product_in_the_official_layout(
@@ -266,9 +294,10 @@ def test_bad_ids_are_errors_of_their_row(model: CharRM, classes: NumericClasses)
 
 
 def test_settings_that_cannot_work_are_refused(model: CharRM, classes: NumericClasses) -> None:
-    for settings in ({"attention_bytes": 1000}, {"query_chunk": 0}, {"pack_tokens": 0}):
+    for settings in ({"attention_bytes": 1000}, {"query_chunk": 0}, {"pack_tokens": 0},
+                     {"block_tokens": 31}):  # fmt: skip
         with pytest.raises(InvalidSetting):
-            TreeEngine(model, classes, **settings)
+            TreeEngine(model, classes, TreeSettings(**settings))
     with pytest.raises(NotCertified):
         TreeEngine(model, replace(classes, linear_rows_invariant=False))
 
@@ -287,7 +316,7 @@ def test_attention_stays_within_its_bound(model: CharRM, classes: NumericClasses
     """The sizes of what `_attend` builds, group by group, against the setting."""
     heads, hidden = model.config.num_attention_heads, model.config.hidden_size
     for limit in (3_000_000, 1 << 30):
-        engine = TreeEngine(model, classes, attention_bytes=limit)
+        engine = TreeEngine(model, classes, TreeSettings(attention_bytes=limit))
         [pack] = engine.plan([row for row in related_rows() if len(row) > 60]).packs
         largest = 0
         for group in pack.groups:
@@ -297,10 +326,7 @@ def test_attention_stays_within_its_bound(model: CharRM, classes: NumericClasses
             largest = max(largest, 2 * scores + items * queries * width + 2 * gathered)
             assert largest <= limit
         assert largest > 1_000_000
-    small = workspace_bytes(model.config, torch.bfloat16, engine.limits)
-    assert small > engine.limits.attention_bytes
-    more = replace(engine.limits, pack_tokens=32768)
-    assert workspace_bytes(model.config, torch.bfloat16, more) > small
+    assert engine.workspace_bytes() > engine.settings.attention_bytes
 
 
 def test_the_environment_is_this_one(model: CharRM, classes: NumericClasses) -> None:

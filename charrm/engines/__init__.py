@@ -27,7 +27,8 @@ class TreeSettings:
 
     pack_tokens: int = 16384  # unique tokens computed together
     attention_bytes: int = 1 << 30  # for the attention of one group
-    query_chunk: int = 256  # queries of one run
+    block_tokens: int = 1024  # of them, norms and linears see so many at once
+    query_chunk: int = 128  # queries of one run
 
 
 class Engine(Protocol):

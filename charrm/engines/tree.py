@@ -1,9 +1,9 @@
 """The tree engine: every distinct token once, layer first, with the official bits.
 
-Linears, norms and MLPs see all entries of a pack as one (1, M, H) input of the model's own
-modules. Attention is the official sequence of roundings over the keys of each row in their order;
-the widths are those the plan chose inside the measured numeric classes. What one row costs in the
-end (head, sigmoid) runs row by row exactly as the reference does.
+Linears, norms and MLPs see every entry of a pack once, through the model's own modules, in blocks
+small enough for a cache. Attention is the official sequence of roundings over the keys of each row
+in their order; the widths are those the plan chose inside the measured numeric classes. What one
+row costs in the end (head, sigmoid) runs row by row exactly as the reference does.
 
 Nothing here proves that the bits are the official ones: `charrm.certificate` compares them where
 the engine is to serve.
@@ -12,19 +12,19 @@ the engine is to serve.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from charrm.engines import Outcome
+from charrm.engines import Outcome, TreeSettings
 from charrm.engines.classes import NumericClasses
 from charrm.engines.eager import EagerEngine, is_out_of_memory
 from charrm.engines.plan import Group, Limits, Pack, Plan, check_limits, make_plan
 from charrm.errors import EngineFailed, InvalidSetting, NotCertified, OutOfMemory, RowError
-from charrm.model import Attention, CharRM, DecoderLayer, ModelConfig, alibi_bias
+from charrm.model import Attention, CharRM, DecoderLayer, alibi_bias
 from charrm.protocol import MAX_TOKENS
 
 # A mean over fewer rows takes another kernel on CUDA; the official norm saw a whole row.
@@ -70,45 +70,58 @@ class TreeEngine:
     rows_per_call = 2048  # enough to share; a server's other requests wait for so many
 
     def __init__(
-        self,
-        model: CharRM,
-        classes: NumericClasses,
-        *,
-        pack_tokens: int = 16384,
-        attention_bytes: int = 1 << 30,
-        query_chunk: int = 256,
+        self, model: CharRM, classes: NumericClasses, settings: TreeSettings | None = None
     ) -> None:
-        """Raises InvalidSetting when 4,096 keys do not fit `attention_bytes`, NotCertified when
-        `classes` say that nothing may be shared."""
+        """Raises InvalidSetting when 4,096 keys do not fit `attention_bytes` or a block is too
+        small, NotCertified when `classes` say that nothing may be shared."""
+        settings = settings or TreeSettings()
         if not classes.linear_rows_invariant:
             raise NotCertified("the numeric classes of this machine allow no sharing; use eager.")
+        self.settings = settings
         self.model = model.eval()
         self.classes = classes
         self.eager = EagerEngine(model)
         config = model.config
         item = model.score.weight.dtype.itemsize
         self.limits = Limits(
-            pack_tokens=pack_tokens,
-            attention_bytes=attention_bytes,
+            pack_tokens=settings.pack_tokens,
+            attention_bytes=settings.attention_bytes,
             # Scores, one rounding step of them and the weights, and the mask.
             score_bytes=3 * item * config.num_attention_heads + 1,
             # Gathered k and v, and each once more in the order that the product needs.
             # Three index tensors live while one is made.
             key_bytes=4 * item * config.hidden_size + 24,
             query_bytes=4 * item * config.hidden_size + 24,
-            query_chunk=query_chunk,
+            query_chunk=settings.query_chunk,
         )
-        if query_chunk < 1 or not check_limits(self.limits, classes.min_rows):
+        if settings.query_chunk < 1 or not check_limits(self.limits, classes.min_rows):
             raise InvalidSetting(
-                f"attention_bytes={attention_bytes}, pack_tokens={pack_tokens}, "
-                f"query_chunk={query_chunk}: {classes.min_rows} queries over {MAX_TOKENS} keys "
-                f"need {self.limits.cost(1, classes.min_rows, MAX_TOKENS)} bytes; all must be "
-                "positive."
+                f"{settings}: {classes.min_rows} queries over {MAX_TOKENS} keys need "
+                f"{self.limits.cost(1, classes.min_rows, MAX_TOKENS)} bytes; all must be positive."
             )
+        # Cut evenly, no block has less than half of them.
+        least_block = 2 * max(NORM_ROWS, classes.min_rows)
+        if settings.block_tokens < least_block:
+            raise InvalidSetting(f"{settings}: block_tokens must be at least {least_block} here.")
 
     def plan(self, rows: Sequence[Sequence[int]]) -> Plan:
         """What `score_tokens` would compute, without computing it."""
         return make_plan(rows, self.classes, self.limits)
+
+    def workspace_bytes(self) -> int:
+        """Upper bound of the bytes beside the weights while one pack runs.
+
+        Per entry: x, q, k, v and attended. Per token of a block: the norm's copies, the larger two
+        of them in float32, and either what W_pack gives or the MLP's three, their product and its
+        result. Attention comes on top. A row longer than `pack_tokens` counts as 4,096.
+        """
+        config, item = self.model.config, self.model.score.weight.dtype.itemsize
+        hidden = config.hidden_size
+        norm = hidden * (2 * item + 3 * 4)
+        linear = item * max(3 * hidden, 4 * config.intermediate_size + hidden)
+        entries = max(self.limits.pack_tokens, MAX_TOKENS)
+        block = min(self.settings.block_tokens, entries)
+        return entries * 5 * hidden * item + block * (norm + linear) + self.limits.attention_bytes
 
     def score_tokens(
         self, rows: Sequence[Sequence[int]], *, keep_hidden: bool = False
@@ -163,11 +176,20 @@ class TreeEngine:
             batches = [_batch(pack, group, device) for group in pack.groups]
             heads = self.model.config.num_attention_heads
             bias = alibi_bias(heads, MAX_TOKENS, x.dtype, device)
+            packed = x.new_empty(1, len(ids), 3 * x.shape[-1])
+            attended = torch.empty_like(x)
+            parts = -(-len(ids) // self.settings.block_tokens)
             for layer in body.layers:
                 assert isinstance(layer, DecoderLayer)
-                normed = layer.input_layernorm(x)
-                x = x + _attend(layer.self_attn, normed, batches, bias, len(pack.tokens))
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
+                attention = layer.self_attn
+                for block, out in _together(parts, x, packed):
+                    out.copy_(attention.W_pack(layer.input_layernorm(block)))
+                _attend(attention, packed[0], attended[0], batches, bias)
+                # What was added to reach `min_rows` repeats the last entry.
+                attended[:, len(pack.tokens) :] = attended[:, len(pack.tokens) - 1]
+                for block, seen in _together(parts, x, attended):
+                    block += attention.o_proj(seen)
+                    block += layer.mlp(layer.post_attention_layernorm(block))
             ends = _padded([row.last_entry for row in pack.rows], NORM_ROWS)
             hidden = body.norm(x[:, torch.tensor(ends, device=device)])  # (1, rows, H)
             outcomes = []
@@ -180,14 +202,18 @@ class TreeEngine:
             return outcomes
 
 
+def _together(parts: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Views of the tensors (1, M, *) in as many even parts of M."""
+    return zip(*(tensor.tensor_split(parts, dim=1) for tensor in tensors), strict=True)
+
+
 def _attend(
-    attention: Attention, x: Tensor, batches: list[_Batch], bias: Tensor, entries: int
-) -> Tensor:
-    """Attention of all entries: x (1, M, H) after the norm, to (1, M, H) after o_proj."""
+    attention: Attention, packed: Tensor, attended: Tensor, batches: list[_Batch], bias: Tensor
+) -> None:
+    """Attention of all entries: q, k and v in `packed` (M, 3 H), written to `attended` (M, H)."""
     heads, head_dim = attention.heads, attention.head_dim
-    q, k, v = attention.W_pack(x)[0].chunk(3, dim=-1)  # (M, H) each
-    attended = torch.empty_like(x)
-    lowest = torch.finfo(x.dtype).min
+    q, k, v = packed.chunk(3, dim=-1)  # (M, H) each
+    lowest = torch.finfo(packed.dtype).min
     for batch in batches:
         chosen, used, hidden_keys = batch.indices()
         # (G * M, H) and (G, W, H) to (G, A, M or W, D)
@@ -204,26 +230,7 @@ def _attend(
         del scores
         out = torch.matmul(weights, values).transpose(1, 2).reshape(len(chosen), -1)
         # Repeated queries hold equal bits, so which copy is written last does not matter.
-        attended[0, chosen] = out
-    # What was added to reach `min_rows` repeats the last entry.
-    attended[0, entries:] = attended[0, entries - 1]
-    projected: Tensor = attention.o_proj(attended)
-    return projected
-
-
-def workspace_bytes(config: ModelConfig, dtype: torch.dtype, limits: Limits) -> int:
-    """Upper bound of the bytes beside the weights while one pack runs.
-
-    Per entry: x, its normed copy and the float32 of the norm; or q, k, v, attended and o_proj;
-    or, at the MLP, the feed-forward's three and their product. Attention comes on top. A single
-    row longer than `pack_tokens` counts as 4,096.
-    """
-    entries = max(limits.pack_tokens, MAX_TOKENS)
-    hidden, item = config.hidden_size, dtype.itemsize
-    norm = hidden * (2 * item + 3 * 4)
-    mlp = 2 * hidden * item + 4 * config.intermediate_size * item + hidden * item
-    attention = 8 * hidden * item
-    return entries * max(norm, mlp, attention) + limits.attention_bytes
+        attended[chosen] = out
 
 
 def _batch(pack: Pack, group: Group, device: torch.device) -> _Batch:
