@@ -24,6 +24,7 @@ from rich.progress import track
 import charrm.engines.eager
 import charrm.model
 from bench.workload import PRESETS, SEED, BenchRow, random_model, read_rows, short_and_spread
+from charrm.cli import run as run_commands
 from charrm.engines import Outcome, TreeSettings, classes, plan, tree
 from charrm.engines.classes import probe_classes
 from charrm.engines.eager import EagerEngine
@@ -33,6 +34,7 @@ from charrm.ledger import Ledger
 from charrm.runtime import apply_settings
 
 CPU = torch.device("cpu")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class Part(str, Enum):
@@ -42,7 +44,8 @@ class Part(str, Enum):
     tree = "tree"
 
 
-def main(
+@app.command()
+def equality(
     folder: Annotated[Path, typer.Argument(help="A set, as `golden fetch` or `synth` leaves it.")],
     run: Annotated[Path, typer.Argument(help="Folder of the run; an interrupted one goes on.")],
     tokenizer: Annotated[Path, typer.Option(help="Folder with the tokenizer files.")],
@@ -188,5 +191,10 @@ def _bits(outcome: Outcome | RowError) -> dict[str, Any]:
     }
 
 
+def main() -> None:
+    """Run the command; a charrm error becomes its message and exit status 2."""
+    run_commands(app)
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    main()

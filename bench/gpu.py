@@ -393,14 +393,12 @@ def row_difference(one: Outcome, other: Outcome) -> dict[str, float]:
     NotFinite."""
     assert one.hidden is not None
     assert other.hidden is not None
-    if torch.equal(one.hidden, other.hidden) and (one.logit, one.p) == (other.logit, other.p):
-        return {}
     hidden = float((one.hidden.double() - other.hidden.double()).abs().max())
     found = {"hidden": hidden, "logit": abs(one.logit - other.logit), "p": abs(one.p - other.p),
              "score": abs(score_from_p(one.p) - score_from_p(other.p))}  # fmt: skip
     if not all(map(math.isfinite, found.values())):
         raise NotFinite(f"a row's hidden state or logit is not finite: {found}")
-    return found
+    return {} if one.same_bits(other) else found
 
 
 Step = Callable[[Run], bool]  # whether it ended; False when its time was up

@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -269,8 +269,7 @@ def compare(reference: Sequence[Outcome], outcomes: Sequence[Outcome]) -> tuple[
     for one, other in zip(reference, outcomes, strict=True):
         assert one.hidden is not None
         assert other.hidden is not None
-        same_hidden = torch.equal(one.hidden.to(other.hidden.dtype), other.hidden)
-        equal += same_hidden and one.logit == other.logit and one.p == other.p
+        equal += replace(one, hidden=one.hidden.to(other.hidden.dtype)).same_bits(other)
         differences.append(abs(score_from_p(one.p) - score_from_p(other.p)))
     return equal, statistics.fmean(differences), max(differences)
 

@@ -17,7 +17,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator
 except ImportError as error:
-    raise MissingDependency(f"matplotlib: {error}; install the extra '.[golden]'.") from error
+    raise MissingDependency(f"matplotlib: {error}; install the extra '.[bench]'.") from error
 
 _WIDTH, _HEIGHT = 430, 300  # points, of one panel
 _MARGINS = (48, 44, 12, 30)  # left, bottom, right, top

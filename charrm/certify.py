@@ -12,7 +12,6 @@ from datetime import datetime, timezone
 from itertools import cycle
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
@@ -261,7 +260,7 @@ def _compare(
             wrong = [
                 f"{case.family} ({len(case.ids)} tokens): p {outcome.p}, official {expected[i].p}"
                 for i, case, outcome in zip(call, chosen, found, strict=True)
-                if not _equal(outcome, expected[i])
+                if not outcome.same_bits(expected[i])
             ]
             if wrong:
                 raise NotCertified(
@@ -285,11 +284,3 @@ def _good(outcomes: Sequence[Outcome | RowError], cases: Sequence[Case]) -> list
             )
         good.append(outcome)
     return good
-
-
-def _equal(a: Outcome, b: Outcome) -> bool:
-    assert a.hidden is not None
-    assert b.hidden is not None
-    # Bits, not values: NaN must equal itself, and 0.0 must not equal -0.0.
-    same = torch.equal(a.hidden.view(torch.uint8), b.hidden.view(torch.uint8))
-    return same and (str(a.logit), str(a.p)) == (str(b.logit), str(b.p))

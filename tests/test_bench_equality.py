@@ -35,11 +35,9 @@ def bench_rows() -> list[BenchRow]:
 
 
 def run(folder: Path, *options: str) -> Result:
-    app = typer.Typer()
-    app.command()(equality.main)
     arguments = ["no-set", str(folder), "--tokenizer", "none", "--preset", "tiny",
                  "--processes", "1", *options]  # fmt: skip
-    return CliRunner().invoke(app, arguments)
+    return CliRunner().invoke(equality.app, arguments)
 
 
 def edit_line(path: Path, **changes: Any) -> None:

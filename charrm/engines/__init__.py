@@ -20,6 +20,17 @@ class Outcome:
     logit: float
     hidden: torch.Tensor | None = None
 
+    def same_bits(self, other: Outcome) -> bool:
+        """Whether hidden state, logit and p of two kept outcomes are equal bit for bit."""
+        import torch
+
+        assert self.hidden is not None
+        assert other.hidden is not None
+        # Bits, not values: NaN must equal itself, and 0.0 must not equal -0.0.
+        mine, others = self.hidden.view(torch.uint8), other.hidden.view(torch.uint8)
+        numbers = (str(self.logit), str(self.p)) == (str(other.logit), str(other.p))
+        return numbers and torch.equal(mine, others)
+
 
 @dataclass(frozen=True)
 class TreeSettings:
