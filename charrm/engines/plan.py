@@ -112,7 +112,7 @@ class Limits:
     score_bytes: int
     key_bytes: int
     query_bytes: int
-    query_chunk: int = 128
+    query_chunk: int
     width_step: int = 64
 
     def cost(self, items: int, queries: int, width: int) -> int:
